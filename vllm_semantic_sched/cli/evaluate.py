@@ -23,6 +23,7 @@ from vllm_semantic_sched.lab.evaluation import examples
 from vllm_semantic_sched.lab.evaluation.bars import bars_missed, read_bars
 from vllm_semantic_sched.lab.evaluation.compositions import read_composed_set
 from vllm_semantic_sched.lab.evaluation.domain import Domain, load_domain
+from vllm_semantic_sched.lab.report.page import markdown
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.sim.datasets import data_root
@@ -132,7 +133,6 @@ def report_on(
 
     from vllm_semantic_sched.lab.evaluation.measure import texts_to_read
     from vllm_semantic_sched.lab.evaluation.report import evaluation_page
-    from vllm_semantic_sched.lab.report.page import markdown
 
     total = texts_to_read(labeled, claims)
     with tqdm(total=total, desc=labeled.name, unit="text", disable=None) as bar:
@@ -150,7 +150,6 @@ def report_on(
 
 def _summarize(reports: Mapping[str, dict[str, Any]], output: Path) -> None:
     from vllm_semantic_sched.lab.evaluation.report import summary_page
-    from vllm_semantic_sched.lab.report.page import markdown
 
     page = summary_page(reports)
     text = markdown(page, {name: f"{name}/report.md" for name in reports})

@@ -62,12 +62,8 @@ class Machine(NamedTuple):
     total_gib: float
 
 
-class Launch(NamedTuple):
-    """A command, what to say about it, and environment variables that it needs."""
-
-    command: list[str]
-    notes: list[str]
-    environment: dict[str, str]
+Launch = tuple[list[str], list[str], dict[str, str]]
+"""A command, what to say about it, and environment variables that it needs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -224,12 +220,12 @@ def launch_of(
             "observing: vLLM's own order, and no host memory for KV; requests are read and counted"
             + (f", and logged in {events}" if events else "")
         )
-        return Launch(command, notes, environment)
+        return command, notes, environment
     host_gib, note = _host_pool(rest, host_gib, machine.free_gib)
     if host_gib > 0:
         connector = {**SWAP_CONNECTOR, "kv_connector_extra_config": {"host_gib": host_gib}}
         command += ["--kv-transfer-config", json.dumps(connector)]
-    return Launch(command, [*notes, note], environment)
+    return command, [*notes, note], environment
 
 
 def _joined(given: str | None, settings: Mapping[str, Any]) -> str:
