@@ -8,7 +8,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -78,7 +78,6 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_nice_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare --nice."""
     text = "process priority of servers and client; a value below 0 makes other programs disturb "
     text += "the figures less and needs root"
     parser.add_argument("--nice", type=int, default=0, help=text)
@@ -164,10 +163,8 @@ def serving() -> Iterator[None]:
         yield
 
 
-def print_problems(console: Console, problems: Iterable[str]) -> int:
+def print_problems(console: Console, problems: Sequence[str]) -> int:
     """Print why a command fails; returns its exit status, 0 without a problem."""
-    status = 0
     for problem in problems:
         console.print(f"[red]{problem}[/]", soft_wrap=True)
-        status = 1
-    return status
+    return int(bool(problems))

@@ -57,12 +57,10 @@ def print_mix(console: Console, mix: str, rows: Rows) -> None:
 
 
 def print_targets(console: Console, targets: Iterable[Target]) -> None:
-    """Print each target with the measured value."""
     _print(console, page.targets_table(targets), _TARGET_WIDTH)
 
 
 def _print(console: Console, content: content.Table, width: int = _TITLE_WIDTH) -> None:
-    """Print a table of the page."""
     table = make_table(content.title, *content.columns)
     _narrow(table, width)
     for row in content.rows:

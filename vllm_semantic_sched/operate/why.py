@@ -70,7 +70,6 @@ class Account:
 
     @property
     def last(self) -> Event:
-        """Its last event."""
         return self.lines[-1]
 
 

@@ -17,8 +17,6 @@ class Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class StepWork:
-    """The work of a step."""
-
     decodes: int = 0  # sequences that get one more token
     context: int = 0  # their tokens together
     longest_context: int = 0  # tokens of the longest, if the cost model uses it

@@ -57,7 +57,6 @@ def tasks_of(scenarios: Sequence[Scenario]) -> list[Task]:
 
 
 def run_task(task: Task) -> Outcome:
-    """Carry out one run."""
     scenario, first = task.scenario, task.repeat == 0
     recorder = Recorder(scenario.slos(task.scheduler))
     depth = DepthHistory(scenario.policies[task.scheduler].levels) if first else None
