@@ -51,13 +51,13 @@ class ServerWatch:
             return self.state
         figures = self._history.add(Reading(self._clock(), page))
         note = None if page else "no scheduler metrics; they begin with the first request"
+        paused = locked = None
         try:
             engines = self._client.status(timeout=_TIMEOUT)
-        except AdminError as refusal:
-            self.state = ServerState(url, figures, note, locked=str(refusal))
-        else:
             paused = any(engine.get("paused") for engine in engines)
-            self.state = ServerState(url, figures, note, paused=paused)
+        except AdminError as refusal:
+            locked = str(refusal)
+        self.state = ServerState(url, figures, note, paused, locked)
         return self.state
 
     def pause(self) -> str:
