@@ -33,7 +33,7 @@ class Step:
 
 
 class Copies(NamedTuple):
-    """Seconds of copies: a row per size, a column per repeat."""
+    """Seconds of copies: a row per size, a column per repeat. Bytes over all layers and workers."""
 
     bytes_per_block: int
     save: list[list[float]]
@@ -69,17 +69,13 @@ class LiveEngine:
         self._sequence = 0
         self._watch_steps()
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of KV per token, over all layers and workers."""
-        return self.copy([self.block_size], repeats=1).bytes_per_block // self.block_size
-
     def describe(self) -> dict[str, Any]:
         """Versions and settings for the environment of an `EngineProfile`."""
         import torch
         import vllm
 
         model, cache = self._config.model_config, self._config.cache_config
+        bytes_per_block = self.copy([self.block_size], repeats=1).bytes_per_block
         return {
             "vllm": vllm.__version__,
             "torch": torch.__version__,
@@ -87,6 +83,7 @@ class LiveEngine:
             "dtype": str(model.dtype).removeprefix("torch."),
             "kv_dtype": str(cache.cache_dtype),
             "block_size": self.block_size,
+            "kv_bytes_per_token": bytes_per_block // self.block_size,
             "token_budget": self.token_budget,
             "max_model_len": self.max_model_len,
         }
