@@ -78,7 +78,6 @@ class Record:
 
     @property
     def token_hash(self) -> str:
-        """Short digest of the output tokens."""
         return hashlib.sha256(json.dumps(self.token_ids).encode()).hexdigest()[:12]
 
     @property

@@ -52,7 +52,6 @@ class SchedulerSpec:
 
     @property
     def reads_text(self) -> bool:
-        """Whether urgency is read from the text."""
         return self.kind == "semantic"
 
     @property

@@ -66,7 +66,6 @@ Figures = Mapping[str, Any]
 
 
 def evaluation_page(evaluation: Evaluation) -> Page:
-    """The report of one test set."""
     report = evaluation.report
     parts: list[Table | Chart] = []
     if report["n_level"]:
@@ -118,7 +117,6 @@ def summary_page(reports: Mapping[str, Figures]) -> Page:
 
 
 def _rule_text(decision: Figures) -> str:
-    """The rule that decides the level, with its parameters."""
     if decision["rule"] == "most_likely":
         return "most_likely"
     if decision["rule"] == "thresholds":
@@ -197,7 +195,6 @@ def _length_tables(report: Figures) -> list[Table]:
 
 
 def _disagreement_table(found: Figures) -> Table:
-    """The largest differences between the network and the instant reader."""
     columns = ("level", "network", "instant")
     return Table(
         "Network and instant reader",

@@ -61,7 +61,6 @@ class Verdict(NamedTuple):
 
     @property
     def met(self) -> bool:
-        """Whether all targets are met."""
         median, p90 = map(max, zip(self.recompute, self.swap, strict=True))
         return median <= MEDIAN_TARGET and p90 <= P90_TARGET and self.choice >= CHOICE_TARGET
 
@@ -106,7 +105,6 @@ def measure_points(
 
 
 def judge(profile: EngineProfile, points: Sequence[Point]) -> Verdict:
-    """Errors and choices over all points."""
     shares = {
         slowdown: float(np.mean([point.chooses_well(profile, slowdown) for point in points]))
         for slowdown in SLOWDOWNS

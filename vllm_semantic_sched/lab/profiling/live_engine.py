@@ -26,8 +26,6 @@ class BadOptions(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An engine step: its batch and its duration."""
-
     batch: Batch
     seconds: float
 
@@ -96,7 +94,6 @@ class LiveEngine:
 
     @property
     def hardware(self) -> str:
-        """Name of the device."""
         if self._config.device_config.device_type == "cuda":
             import torch
 
@@ -132,7 +129,6 @@ class LiveEngine:
         return Copies(sum(sizes), save, load)
 
     def close(self) -> None:
-        """Shut the engine down and free its memory."""
         self._core.shutdown()
 
     def _watch_steps(self) -> None:
@@ -222,7 +218,6 @@ def _engine_arguments(options: Sequence[str]) -> Any:
 
 
 def processor() -> str:
-    """Name of this machine's processor."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

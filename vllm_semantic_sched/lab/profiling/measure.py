@@ -127,7 +127,6 @@ def make_profile(
     repeats: int,
     statistic: str,
 ) -> EngineProfile:
-    """Fit a profile to measurements."""
     steps = fit_steps(found.steps)
     alone = [step for step in found.decode_steps if step.batch.decodes == 1]
     decode = fit_line([step.batch.context for step in alone], [step.seconds for step in alone])

@@ -111,7 +111,6 @@ def installed_versions(*names: str) -> dict[str, str]:
 
 
 def python_and_versions(*names: str) -> dict[str, object]:
-    """Version of Python, and `installed_versions`."""
     return {"python": platform.python_version(), **installed_versions(*names)}
 
 
@@ -146,7 +145,6 @@ def grouped_bars(
 
 
 def series_colors(names: Sequence[str]) -> dict[str, str]:
-    """A color per name."""
     return {name: SERIES_COLORS[n % len(SERIES_COLORS)] for n, name in enumerate(names)}
 
 
