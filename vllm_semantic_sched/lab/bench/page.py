@@ -272,11 +272,10 @@ def fixed(value: float) -> str:
 def _misread(mix: str, rows: Rows) -> Iterator[Table]:
     for row in rows.values():
         title = f"Mix {mix}, {row.scheduler.title}: urgency 0 read as less urgent"
-        texts = row.workload.requests
         last = {one.index: one.read_level for one in row.misread}  # a request is in every round
-        cells = [{"request": n, "read as": last[n], "text": texts[n].text} for n in last]
-        if cells:
-            yield Table.of(title, cells)
+        if last:
+            cells = [[n, level, row.workload.requests[n].text] for n, level in last.items()]
+            yield Table(title, ["request", "read as", "text"], cells)
 
 
 def _seats(mix: str, rows: Rows, folder: Path) -> Iterator[Chart]:
