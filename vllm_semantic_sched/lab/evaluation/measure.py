@@ -151,15 +151,16 @@ def disagreements(
     )
     differ = [row for row in zip(examples, *levels, strict=True) if row[1] != row[2]]
     differ.sort(key=lambda row: -abs(row[1] - row[2]))
-    shown = (
-        (" ".join(one.text[:_EXCERPT].split()), one.level, first, second)
+    texts = [
+        {
+            "text": " ".join(one.text[:_EXCERPT].split()),
+            "level": one.level,
+            "network": first,
+            "instant": second,
+        }
         for one, first, second in differ[:_DISAGREEMENTS]
-    )
-    keys = ("text", "level", "network", "instant")
-    return {
-        "share": len(differ) / max(1, len(examples)),
-        "texts": [dict(zip(keys, row, strict=True)) for row in shown],
-    }
+    ]
+    return {"share": len(differ) / max(1, len(examples)), "texts": texts}
 
 
 def texts_to_read(test_set: LabeledSet, claims: bool) -> int:
