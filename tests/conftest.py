@@ -119,6 +119,7 @@ def slim_model(tmp_path_factory) -> Path:
     from vllm_semantic_sched.lab.bench.tiny_model import TinyModelConfig, make_model
 
     folder = tmp_path_factory.mktemp("slim")
-    shape = {"hidden_size": 192, "intermediate_size": 512, "num_heads": 3, "num_kv_heads": 1}
-    make_model(folder, TinyModelConfig(num_layers=2, init_std=0.07, **shape))
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1}
+    shape = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2, **heads}
+    make_model(folder, TinyModelConfig(initializer_range=0.07, **shape))
     return folder

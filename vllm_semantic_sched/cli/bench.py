@@ -257,6 +257,6 @@ def _run_make_model(args: argparse.Namespace) -> None:
         written = make_real_model(args.directory)
     else:
         shape = SIZES[args.size]
-        longest = args.max_model_len or shape.max_model_len
-        written = make_model(args.directory, replace(shape, max_model_len=longest))
+        longest = args.max_model_len or shape.max_position_embeddings
+        written = make_model(args.directory, replace(shape, max_position_embeddings=longest))
     print(f"{'wrote' if written else 'already there:'} {args.directory}")
