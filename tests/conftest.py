@@ -1,7 +1,10 @@
 """Makes `jobs`, beside this file, importable; sets hypothesis up; adds `--forbid-skips`."""
 
+import atexit
+import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,6 +41,18 @@ def unexpected_skips(config: pytest.Config) -> list[str]:
         for test, reason in skips
         if not reason.removeprefix("Skipped: ").startswith(ALLOWED_SKIPS)
     ]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What the tests import stays: looking for garbage among it takes seconds."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)  # or some libraries would complain of what is left
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
