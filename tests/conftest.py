@@ -1,7 +1,10 @@
 """Makes `jobs`, beside this file, importable; sets hypothesis up; adds `--forbid-skips`."""
 
+import atexit
+import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,6 +41,18 @@ def unexpected_skips(config: pytest.Config) -> list[str]:
         for test, reason in skips
         if not reason.removeprefix("Skipped: ").startswith(ALLOWED_SKIPS)
     ]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What the tests import stays: looking for garbage among it takes seconds."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)  # or some libraries would complain of what is left
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -119,6 +134,7 @@ def slim_model(tmp_path_factory) -> Path:
     from vllm_semantic_sched.lab.bench.tiny_model import TinyModelConfig, make_model
 
     folder = tmp_path_factory.mktemp("slim")
-    shape = {"hidden_size": 192, "intermediate_size": 512, "num_heads": 3, "num_kv_heads": 1}
-    make_model(folder, TinyModelConfig(num_layers=2, init_std=0.07, **shape))
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1}
+    shape = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2, **heads}
+    make_model(folder, TinyModelConfig(initializer_range=0.07, **shape))
     return folder

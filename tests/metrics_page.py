@@ -15,9 +15,9 @@ def page_value(server: VllmServer, name: str, **labels: str) -> float:
     )
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    """Poll until the condition holds; fails after a time limit in seconds."""
+def wait_until(condition: Callable[[], object], seconds: float = 20.0, pause: float = 0.05) -> None:
+    """Poll, with pauses, until the condition holds; fails after a time limit in seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.05)
+        time.sleep(pause)

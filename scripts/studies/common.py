@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm_semantic_sched.cli.comparison import make_server, run_command, show_progress
-from vllm_semantic_sched.lab.bench.client import LoadClient, Record
+from vllm_semantic_sched.cli.arguments import Failure
+from vllm_semantic_sched.cli.comparison import make_server, serving
+from vllm_semantic_sched.lab.bench.client import LoadClient, Progress, Record
 from vllm_semantic_sched.lab.bench.metrics import duration
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.lab.bench.server import VllmServer, prefer_client
@@ -33,7 +34,12 @@ def main(
     args = parser.parse_args()
     if getattr(args, "output", None) is not None:
         args.output.mkdir(parents=True, exist_ok=True)
-    sys.exit(run_command(parser.prog, run, args))
+    try:
+        with serving():
+            sys.exit(run(args))
+    except Failure as failure:
+        print(f"{parser.prog}: {failure}", file=sys.stderr)
+        sys.exit(failure.status)
 
 
 @contextmanager
@@ -42,7 +48,7 @@ def serve(
 ) -> Iterator[tuple[VllmServer, LoadClient]]:
     """Start a server with this scheduler and the options of `add_server_arguments`, and a client
     for it; stop it at the end of the block. `max_output`: tokens of the longest answer."""
-    progress = show_progress(args.quiet)
+    progress = Progress(not args.quiet)
     progress.message(f"starting the server: {spec.name}")
     prefer_client(args.nice)
     with VllmServer(spec.configure(make_server(args), args.output)) as server:

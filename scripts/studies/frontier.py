@@ -36,8 +36,8 @@ def measure(requests: int, workers: int) -> dict[str, dict[str, float]]:
     cell = {"workload.prompt.median": 1500, "workload.rate": 4.0, "workload.speed": 1.5}
     changes = {**cell, "workload.requests": requests, "schedulers": schedulers(), "sweep": []}
     tasks = tasks_of(load_scenarios("price", changes))
-    with mapped(run_task, tasks, workers) as results:
-        cells = {one.scheduler: one.levels for one in cells_of(tasks, list(results))}
+    results = list(mapped(run_task, tasks, workers))
+    cells = {one.scheduler: one.levels for one in cells_of(tasks, results)}
     fcfs = cells["fcfs"]["all"]["tokens_per_second"]
     return {
         name: {

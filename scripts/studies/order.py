@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from common import main, write_json
 
-from vllm_semantic_sched.cli.comparison import show_progress
 from vllm_semantic_sched.cli.console import print_table
+from vllm_semantic_sched.lab.bench.client import Progress
 from vllm_semantic_sched.lab.bench.workload import (
     LEVELS,
     MIXES,
@@ -207,7 +207,7 @@ def run(args: argparse.Namespace) -> int:
 
     predictor, written = TextPredictor.load(), []
     assert predictor.length_buckets is not None
-    bar = show_progress(args.quiet).bar("simulating", len(MIXES) * args.seeds * len(args.overload))
+    bar = Progress(not args.quiet).bar("simulating", len(MIXES) * args.seeds * len(args.overload))
     found: dict[tuple[str, float], list[dict[str, Row]]] = {}
     with bar as advance:
         for mix in MIXES:

@@ -18,6 +18,7 @@ from common import main, write_json
 
 from vllm_semantic_sched.cli import comparison
 from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.lab.bench.client import Progress
 from vllm_semantic_sched.lab.bench.compare import compare
 from vllm_semantic_sched.lab.bench.results import environment
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
@@ -246,7 +247,7 @@ def run(args: argparse.Namespace) -> int:
         for name, variant in chosen.items()
     ]
     plan = comparison.make_plan(args, specs, [_MIX])
-    found = compare(plan, vars(args), comparison.show_progress(args.quiet))
+    found = compare(plan, vars(args), Progress(not args.quiet))
     results = [(variant, found.mixes[_MIX][name]) for name, variant in chosen.items()]
     console = make_console()
     console.print(table(results))

@@ -19,13 +19,10 @@ from typing import TYPE_CHECKING
 from common import main, percentiles, write_json
 from step_time import StepTimePlan, StepTimes, measure_step_times
 
-from vllm_semantic_sched.cli.comparison import (
-    add_nice_argument,
-    print_problems,
-    show_progress,
-)
+from vllm_semantic_sched.cli.comparison import add_nice_argument, print_problems
 from vllm_semantic_sched.cli.console import make_console, make_table, print_table
 from vllm_semantic_sched.cli.report import print_targets
+from vllm_semantic_sched.lab.bench.client import Progress
 from vllm_semantic_sched.lab.bench.results import environment
 from vllm_semantic_sched.lab.bench.server import ServerConfig, prefer_client
 from vllm_semantic_sched.lab.bench.targets import Target, missed
@@ -154,7 +151,7 @@ def step_target(steps: Mapping[str, StepTimes], rate: int) -> Target:
 
 
 def _measure_cost(args: argparse.Namespace) -> tuple[list[Latency], list[Throughput]]:
-    progress = show_progress()
+    progress = Progress(shown=True)
     progress.message("measuring throughput and latency")
     throughputs = [
         measure_throughput(args.predictor, threads, args.seconds) for threads in thread_counts()
@@ -174,7 +171,7 @@ def _measure_engine(args: argparse.Namespace) -> dict[str, StepTimes]:
     )
     prefer_client(args.nice)
     plan = StepTimePlan(server, args.policy, args.rate, args.phase, args.cycles)
-    return measure_step_times(plan, show_progress())
+    return measure_step_times(plan, Progress(shown=True))
 
 
 def _print_cost(

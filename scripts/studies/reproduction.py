@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 from common import main
 
-from vllm_semantic_sched.cli.comparison import show_progress
 from vllm_semantic_sched.lab.bench.client import Progress
 from vllm_semantic_sched.sim.runner import Cell, cells_of, mapped, run_task, tasks_of
 from vllm_semantic_sched.sim.scenario import load_scenarios
@@ -39,8 +38,8 @@ def run_scenarios(workers: int, progress: Progress | None = None) -> Results:
     flat = [task for group in tasks.values() for task in group]
     bar = (progress or Progress()).bar("simulating", len(flat))
     outcomes = []
-    with mapped(run_task, flat, workers) as stream, bar as advance:
-        for outcome in stream:
+    with bar as advance:
+        for outcome in mapped(run_task, flat, workers):
             outcomes.append(outcome)
             advance()
     results, place = {}, 0
@@ -226,7 +225,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate all scenarios and print or write the report; always 0."""
     started = time.perf_counter()
-    results = run_scenarios(args.workers, show_progress(args.quiet))
+    results = run_scenarios(args.workers, Progress(not args.quiet))
     seconds = time.perf_counter() - started
     text = "\n".join(report(results))
     if args.output is None:

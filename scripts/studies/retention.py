@@ -16,6 +16,7 @@ from common import main
 
 from vllm_semantic_sched.cli import comparison, report
 from vllm_semantic_sched.cli.console import make_console
+from vllm_semantic_sched.lab.bench.client import Progress
 from vllm_semantic_sched.lab.bench.compare import compare
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec, swap_arguments
 from vllm_semantic_sched.lab.bench.targets import Target, missed
@@ -152,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
     modes = [mode.strip() for mode in args.modes.split(",")]
     plan = comparison.make_plan(args, schedulers(args, modes), [args.mix])
     console = make_console()
-    found = compare(plan, vars(args), comparison.show_progress(args.quiet))
+    found = compare(plan, vars(args), Progress(not args.quiet))
     rows = found.mixes[args.mix]
     report.print_mix(console, args.mix, rows)
     for line in describe(rows):

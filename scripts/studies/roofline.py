@@ -25,6 +25,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -109,15 +110,7 @@ def cpu_errors(derived: EngineProfile, measured: EngineProfile) -> Iterator[tupl
 
 def tiny_shape(size: str) -> ModelShape:
     """The shape of a model of `semsched bench make-model`."""
-    config = SIZES[size]
-    shape = {
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "intermediate_size": config.intermediate_size,
-        "vocab_size": _VOCABULARY,
-    }
+    shape = {**asdict(SIZES[size]), "vocab_size": _VOCABULARY}
     return ModelShape.from_config(size, shape, dtype="float32")
 
 
@@ -248,9 +241,9 @@ def _print_engine(args: argparse.Namespace) -> int:
     config = TinyModelConfig(
         hidden_size=hidden,
         intermediate_size=inner,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=min(2, heads),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=min(2, heads),
     )
     with TemporaryDirectory() as folder:
         steps = measure_engine(config, args.seats, args.seconds, Path(folder))

@@ -27,8 +27,8 @@ import yaml
 from common import main, write_json
 from paced_engine import PacedProcess
 
-from vllm_semantic_sched.cli.comparison import show_progress
 from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.lab.bench.client import Progress
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.sim.scenario import Scenario
@@ -435,13 +435,13 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--requests must be at least 1")
     if args.whatif:
         runs = len(WHATIF_LOADS) * (1 + len(WHATIF_POLICIES))
-        with show_progress(args.quiet).bar("validating", runs) as advance:
+        with Progress(not args.quiet).bar("validating", runs) as advance:
             errors = validate_whatif(args.engine_options, args.requests, args.output, advance)
         print_whatif(errors)
         document = [asdict(one) | {"error": one.error} for one in errors]
         write_json(args.output / "whatif.json", document)
         return 0
-    bar = show_progress(args.quiet).bar("validating", len(LOADS) * len(SCHEDULERS))
+    bar = Progress(not args.quiet).bar("validating", len(LOADS) * len(SCHEDULERS))
     with bar as advance:
         found = validate(args.engine_options, args.requests, args.output, list(LOADS), advance)
     print_validation(found)

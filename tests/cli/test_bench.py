@@ -15,6 +15,7 @@ from fake_results import (
 from rich.console import Console
 
 from vllm_semantic_sched.cli import comparison, main, report
+from vllm_semantic_sched.lab.bench import overhead
 from vllm_semantic_sched.lab.bench.results import Round
 from vllm_semantic_sched.lab.bench.schedulers import NAMES, parse_schedulers
 from vllm_semantic_sched.lab.bench.targets import Target, check_targets
@@ -118,11 +119,12 @@ def test_problems_are_printed_and_set_the_exit_status(screen):
 @pytest.mark.parametrize(
     ("error", "status"), [(ValueError, 2), (FileNotFoundError, 2), (RuntimeError, 1)]
 )
-def test_errors_set_the_exit_status(error, status, capsys):
-    def fail(args: argparse.Namespace) -> int:
+def test_errors_set_the_exit_status(error, status, capsys, monkeypatch):
+    def fail(*args) -> None:
         raise error("because")
 
-    assert comparison.run_command("semsched bench", fail, argparse.Namespace()) == status
+    monkeypatch.setattr(overhead, "measure_simulator", fail)
+    assert main(["bench", "simulator"]) == status
     assert capsys.readouterr().err == "semsched bench: because\n"
 
 

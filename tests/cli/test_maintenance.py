@@ -5,9 +5,7 @@ import threading
 
 import pytest
 
-from vllm_semantic_sched.cli import main
-from vllm_semantic_sched.cli import maintenance as command
-from vllm_semantic_sched.operate import maintenance
+from vllm_semantic_sched.cli import main, maintenance
 from vllm_semantic_sched.operate.client import AdminError
 
 
@@ -41,7 +39,7 @@ class Server:
 @pytest.fixture
 def act(monkeypatch):
     def run(server: Server, *words: str) -> int:
-        monkeypatch.setattr(command, "AdminClient", lambda url, key: server)
+        monkeypatch.setattr(maintenance, "AdminClient", lambda url, key: server)
         monkeypatch.setattr(maintenance, "POLL_SECONDS", 0.02)
         return main(["maintenance", "--server", "http://x", "--action", *words])
 

@@ -71,7 +71,8 @@ def test_size_of_the_pool(free, options, size) -> None:
 
 
 def test_no_pool_on_demand() -> None:
-    assert "--kv-transfer-config" not in launch(host_gib=0.0).command
+    command, *_ = launch(host_gib=0.0)
+    assert "--kv-transfer-config" not in command
 
 
 def test_observing_server_logs_and_keeps_no_kv_on_the_host(no_gpu, capsys, tmp_path) -> None:

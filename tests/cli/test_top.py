@@ -137,9 +137,9 @@ class Terminal:
 
     def __init__(self, folder: Path, *words: str) -> None:
         self._socket = str(folder / "tmux")
-        # Without the other commands, which take longer to import.
+        # Without the other commands, which take longer to import; it redraws more often.
         code = (
-            "import argparse, sys; from vllm_semantic_sched.cli import top;"
+            "import argparse, sys; from vllm_semantic_sched.cli import top; top._REDRAW = 0.1;"
             "parser = argparse.ArgumentParser(); top.add_arguments(parser);"
             "sys.exit(top.run(parser.parse_args()))"
         )
@@ -169,13 +169,13 @@ def wait_until(condition, terminal: Terminal, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, terminal.screen
-        time.sleep(0.1)
+        time.sleep(0.05)
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 def test_live_view_shows_figures_and_obeys_keys(server, gone, tmp_path) -> None:
     server.key = "secret"
-    words = ("--server", server.url, "--server", gone, "--interval", "0.5", "--api-key", "secret")
+    words = ("--server", server.url, "--server", gone, "--interval", "0.1", "--api-key", "secret")
     terminal = Terminal(tmp_path, *words)
     try:
         wait_until(lambda: "non-urgent" in terminal.screen, terminal)

@@ -94,13 +94,19 @@ def test_pip_variables_override_pip_files(uv_install: ModuleType):
     assert uv_install.uv_environment(options)["UV_NO_INDEX"] == "1"
 
 
+def run_pytest(*arguments: object) -> subprocess.CompletedProcess:
+    """With xdist, and none of the other installed plugins, which take a second to import."""
+    command = (sys.executable, "-m", "pytest", "-p", "xdist", *arguments)
+    return run(*command, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_forbid_skips_fails_a_run_with_a_skipped_test(tmp_path: Path, workers: int):
     shutil.copy(TESTS / "conftest.py", tmp_path)
     (tmp_path / "test_skip.py").write_text(
         "import pytest\ndef test_absent(): pytest.importorskip('absent')\n"
     )
-    result = run(sys.executable, "-m", "pytest", "-n", workers, "--forbid-skips", tmp_path)
+    result = run_pytest("-n", workers, "--forbid-skips", tmp_path)
     assert result.returncode == pytest.ExitCode.TESTS_FAILED
     assert "test_skip.py::test_absent" in result.stdout.partition("counts as failed")[2]
 
@@ -108,7 +114,7 @@ def test_forbid_skips_fails_a_run_with_a_skipped_test(tmp_path: Path, workers: i
 def test_skipped_test_passes_otherwise(tmp_path: Path):
     shutil.copy(TESTS / "conftest.py", tmp_path)
     (tmp_path / "test_skip.py").write_text("import pytest\ndef test_absent(): pytest.skip()\n")
-    assert run(sys.executable, "-m", "pytest", "-n", 0, tmp_path).returncode == 0
+    assert run_pytest("-n", 0, tmp_path).returncode == 0
 
 
 def test_all_studies_of_this_machine_are_measured():

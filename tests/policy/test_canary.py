@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -38,16 +39,21 @@ def served(canary: Canary, arrival: float, level: int, ttft: float, number: int)
     return job
 
 
-def run(canary: Canary, ttft_of, seconds: float, seed: int = 1) -> str | None:
-    """Two requests per second, half of them gold; the promise that breaks, with its time."""
-    rng, now, number = random.Random(seed), 0.0, 0
-    while now < seconds:
-        level = number % 2
+def serve(canary: Canary, ttft_of, seconds: float, seed: int = 1) -> Iterator[float]:
+    """Two requests per second, half of them gold; their times, when each has ended."""
+    rng = random.Random(seed)
+    for number in range(int(2 * seconds)):
+        now, level = number / 2, number % 2
         served(canary, now, level, ttft_of(canary.arm(now), level, rng), number)
+        yield now
+
+
+def run(canary: Canary, ttft_of, seconds: float, seed: int = 1) -> str | None:
+    """The promise that breaks while requests are served, with its time."""
+    for now in serve(canary, ttft_of, seconds, seed):
         broken = canary.broken(now + 0.5)
         if broken:
             return f"{now:.0f} s: {broken}"
-        now, number = now + 0.5, number + 1
     return None
 
 
@@ -164,7 +170,8 @@ def test_interval_holds_the_true_ratio(factor) -> None:
         def ttft(arm: str, level: int, rng: random.Random) -> float:
             return rng.uniform(0.1, 0.4) * (factor if arm == "new" else 1.0)
 
-        run(canary, ttft, 800, seed)
+        for _ in serve(canary, ttft, 800, seed):
+            pass
         (one,) = [
             d for d in compare([plain(canary.tallies)]) if (d.level, d.measure) == (1, "ttft")
         ]

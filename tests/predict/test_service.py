@@ -120,13 +120,18 @@ def test_full_batching_waits_for_a_batch_or_its_time(start) -> None:
     assert time.monotonic() - begin >= 0.5
 
 
-def test_prompts_of_urgent_requests_are_read_first(start) -> None:
-    service = start(max_batch=1, extra_latency=0.3)
+def test_prompts_of_urgent_requests_are_read_first(start, tmp_path) -> None:
+    flag = tmp_path / "go on"
+    until = f"    import time\n    while not os.path.exists({str(flag)!r}): time.sleep(0.01)\n"
+    worker = WORKER.replace("    texts = message", until + "    texts = message")
+    service = start(worker, max_batch=1)
     service.submit("first", "f", 4)
     while service.pending:  # until the predictor has it; the others queue up behind it
         time.sleep(0.005)
     for name, level in (("low", 4), ("middle", 2), ("other", 2), ("high", 0)):
         service.submit(name, name, level)
+    assert service.drain() == []
+    flag.touch()
     assert list(wait_for(service, 5)) == ["first", "high", "middle", "other", "low"]
 
 
@@ -202,7 +207,7 @@ def test_failures_are_not_remembered(start) -> None:
 
 
 def test_stuck_predictor_is_replaced_without_blocking_submit(start) -> None:
-    service = start(max_batch=1, timeout=2.0)
+    service = start(max_batch=1, timeout=1.0)
     stuck = service.process_id
     service.submit("a", "hang")
     service.submit("b", "help")

@@ -7,10 +7,11 @@ import os
 import signal
 import sys
 import textwrap
+from functools import partial
 
 import psutil
 import pytest
-from metrics_page import wait_until
+from metrics_page import wait_until as poll
 
 from vllm_semantic_sched.policy.config.estimates import Predictor
 from vllm_semantic_sched.predict import shared
@@ -38,6 +39,8 @@ WORKER = textwrap.dedent(
         sys.stdout.flush()
     """
 )
+
+wait_until = partial(poll, pause=0.005)
 
 NUMBERS = itertools.count()  # a service remembers what it has read
 
@@ -68,7 +71,15 @@ def start(monkeypatch, tmp_path, starts):
     for service in services:
         service.close()
     for process_id in started(starts):
-        wait_until(lambda gone=process_id: not psutil.pid_exists(gone))
+        wait_until(lambda gone=process_id: not runs(gone))
+
+
+def runs(process_id: int) -> bool:
+    """Whether a process has not ended, whoever has yet to collect its exit status."""
+    try:
+        return psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def started(starts) -> list[int]:
@@ -102,7 +113,7 @@ def test_services_of_a_group_share_a_worker_and_get_their_own_answers(start, sta
 
 def one_running(starts) -> int:
     """The only worker that runs."""
-    (running,) = filter(psutil.pid_exists, started(starts))
+    (running,) = filter(runs, started(starts))
     return running
 
 
@@ -115,7 +126,7 @@ def test_death_of_the_first_one_or_of_the_worker_is_repaired(start, starts) -> N
     one, other = start(), start()
     os.kill(one.process_id, signal.SIGKILL)
     (worker,) = started(starts)
-    wait_until(lambda: not psutil.pid_exists(worker))  # it does not outlive those it works for
+    wait_until(lambda: not runs(worker))  # it does not outlive those it works for
     recover(other)
     recover(one)
     os.kill(one_running(starts), signal.SIGKILL)

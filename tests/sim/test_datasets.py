@@ -75,7 +75,7 @@ def test_answers_of_several_models_leave_out_empty_ones(tmp_path):
     path = tmp_path / "alpaca_eval_outputs" / "alpaca_eval_outputs.jsonl"
     path.write_text("\n".join(map(json.dumps, records)) + "\n")
     answers = list(datasets.alpaca_eval_answers(tmp_path))
-    assert [one.output_tokens for one in answers] == [{"A": 13}, {"A": 1, "B": 26}]
+    assert answers == [("a poem", {"A": 13}), ("a sum", {"A": 1, "B": 26})]
 
 
 def test_instruction_pairs_of_one_file(tmp_path):

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -109,40 +109,40 @@ def left_behind(levels: int) -> Workload:
 
 
 LOADS: dict[str, tuple[Callable[[int], Workload], Keys, bool]] = {
-    "mixed": (lambda levels: mixed(levels, 150, 10.0, 400, 80), {}, True),
     "one seat": (one_by_one, {"seats": 1, "batch": SLOW | {"step": 0.1}}, True),
     "little KV": (one_by_one, {"kv_blocks": 45, "batch": SLOW | {"step": 0.1}}, True),
-    "claims": (lambda levels: mixed(levels, 150, 10.0, 200, 80, urgent=0.7), {}, True),
     "slow answers": (
         slow_answers,
         {"seats": 40, "kv_blocks": 2000, "batch": SLOW | {"step": 0.1}},
         True,
     ),
     "wave": (wave, {"seats": 20, "kv_blocks": 600}, True),
+    "one tier": (
+        lambda levels: load_of([0.0] * 30 + [1.0] * 30, [levels - 1] * 60, [10] * 60, [20] * 60),
+        {"batch": SLOW},
+        True,
+    ),
+    "slow": (lambda levels: mixed(levels, 150, 300.0, 300, 60), {"batch": SLOW}, True),
+    "mixed": (lambda levels: mixed(levels, 150, 10.0, 400, 80), {}, True),
+    "slow, unhinted": (
+        lambda levels: mixed(levels, 150, 300.0, 300, 60),
+        {"batch": SLOW},
+        False,
+    ),
+    "unhinted": (lambda levels: mixed(levels, 80, 5.0, 200, 80), {}, False),
+    "claims": (lambda levels: mixed(levels, 150, 10.0, 200, 80, urgent=0.7), {}, True),
+    "unimportant crowd": (
+        lambda levels: load_of([0.0] * 600, [levels - 1] * 600, [10] * 600, [2] * 600),
+        {"seats": 32},
+        True,
+    ),
     "waves": (waves, {"seats": 20, "kv_blocks": 2000, "batch": SLOW | {"step": 0.02}}, True),
     "waves and swap": (
         waves,
         {"seats": 20, "kv_blocks": 2000, "swap": True, "batch": SLOW | {"step": 0.02}},
         True,
     ),
-    "unhinted": (lambda levels: mixed(levels, 80, 5.0, 200, 80), {}, False),
-    "slow": (lambda levels: mixed(levels, 150, 300.0, 300, 60), {"batch": SLOW}, True),
     "left behind": (left_behind, {"batch": SLOW}, True),
-    "slow, unhinted": (
-        lambda levels: mixed(levels, 150, 300.0, 300, 60),
-        {"batch": SLOW},
-        False,
-    ),
-    "unimportant crowd": (
-        lambda levels: load_of([0.0] * 600, [levels - 1] * 600, [10] * 600, [2] * 600),
-        {"seats": 32},
-        True,
-    ),
-    "one tier": (
-        lambda levels: load_of([0.0] * 30 + [1.0] * 30, [levels - 1] * 60, [10] * 60, [20] * 60),
-        {"batch": SLOW},
-        True,
-    ),
     "crowd": (lambda levels: mixed(levels, 3200, 0.1, 20, 4, urgent=0.05), {"seats": 64}, True),
 }
 
@@ -234,22 +234,41 @@ def superseded(keys: Keys) -> Any:
     return [(job.request_id, refusal.code) for job, refusal in ended]
 
 
-def _probes() -> Iterator[Callable[[Keys], Any]]:
-    yield from (facts, plans, superseded, measured_promises)
-    for load in LOADS:
-        yield lambda keys, load=load: simulated(keys, load)
+PROBES: dict[str, Callable[[Keys], Any]] = {
+    "facts": facts,
+    "plans": plans,
+    "superseded": superseded,
+    **{load: partial(simulated, load=load) for load in LOADS},
+    "promises": measured_promises,
+}
 
-
-PROBES = tuple(_probes())
-shown_by: dict[tuple[Any, ...], int] = {}
-"""The probe that last showed the effect of a key, by its name: the first to try."""
+# What shows the effect of the keys that end so: tried early, because the rest would take long. An
+# entry that is no longer right costs only time.
+SHOWN_BY: dict[str, tuple[str, ...]] = {
+    "promises": ("slo.ttft", "slo.tpot", "slo.e2e", "slo.percentile"),
+    "crowd": ("admission.queue.requests", "tenant.requests", "tiers.1.queue.requests"),
+    "unimportant crowd": ("tiers.2.queue.requests", "reserve.mode", "tiers.1.reserve.kv"),
+    "left behind": ("queue.timeout",),
+    "claims": ("top.share", "preemption.after_limit"),
+    "superseded": ("dedup.enabled", "dedup.running"),
+    "mixed": ("pace", "reserved.preemption.victim"),
+    "unhinted": ("base", "preemption.victim", "protect.price", "ems.weighted_levels.factor"),
+    "slow": (
+        *("aging.enabled", "aging.interval", "aging.share", "aging.step", "protect.worth"),
+        *("tiers.0.share", "tiers.1.share", "fair_share.enabled", "fair_share.window"),
+        *("fair_share.max_levels", "admission.over_share", "preemption.min_level_gap"),
+        *("preemptible", "takes_seats", "tiers.2.shed_order", "shedding.enabled"),
+        *("shedding.recover", "shedding.waiting", "deadlines.enabled", "deadlines.before"),
+    ),
+}
 
 
 @cache
-def outcome(policy: str, probe: int) -> Any:
+def outcome(policy: str, probe: str) -> Any:
     return PROBES[probe](shipped(policy))
 
 
+@cache
 def shipped(policy: str) -> Keys:
     keys: Keys = read_config(policy, kind="policy")[0]
     return keys
@@ -288,12 +307,10 @@ def has_effect(policy: str, path: tuple[Any, ...]) -> bool:
             return False
     except PolicyError:
         return True  # other keys of the file need it
-    first = shown_by.get(path[-2:], 0)
-    for n in (first, *range(len(PROBES))):
-        if PROBES[n](reset) != outcome(policy, n):
-            shown_by[path[-2:]] = n
-            return True
-    return False
+    name = ".".join(map(str, [policy, *path]))
+    early = [probe for probe, ends in SHOWN_BY.items() if name.endswith(ends)]
+    probes = dict.fromkeys(["facts", *early, *PROBES])
+    return any(PROBES[probe](reset) != outcome(policy, probe) for probe in probes)
 
 
 CASES = [(name, path) for name in shipped_names("policy") for path in leaves(shipped(name))]

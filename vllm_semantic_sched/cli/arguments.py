@@ -31,13 +31,12 @@ def failing(*errors: type[Exception], status: int = 1) -> Iterator[None]:
 @contextmanager
 def failing_in_lab() -> Iterator[None]:
     """Decorator of a command that needs the extra `lab`: wrong files, options or packages."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        hint = 'pip install "vllm-semantic-sched[lab]" installs the packages needed'
-        raise Failure(f"{error}; {hint}") from error
-    except (OSError, ValueError, ImportError) as error:
-        raise Failure(error) from error
+    with failing(OSError, ValueError, ImportError):
+        try:
+            yield
+        except ModuleNotFoundError as error:
+            hint = 'pip install "vllm-semantic-sched[lab]" installs the packages needed'
+            raise Failure(f"{error}; {hint}") from error
 
 
 @contextmanager

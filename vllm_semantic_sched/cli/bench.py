@@ -6,19 +6,17 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.cli import comparison
 from vllm_semantic_sched.cli.console import make_console, print_table, save_page
-from vllm_semantic_sched.lab.bench.overhead import SCENARIO
+from vllm_semantic_sched.lab.bench import overhead
 from vllm_semantic_sched.lab.bench.tiny_model import SIZES, make_model
 from vllm_semantic_sched.lab.bench.workload import WorkloadConfig
 from vllm_semantic_sched.policy.config import load_policy
 
 if TYPE_CHECKING:
-    from vllm_semantic_sched.lab.bench.overhead import StepTimes
     from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 
 _STOCK = "stock"
@@ -31,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         name: str, run: Callable[[argparse.Namespace], int | None], text: str
     ) -> argparse.ArgumentParser:
         parser = commands.add_parser(name, help=text, description=text)
-        parser.set_defaults(run=partial(comparison.run_command, "semsched bench", run))
+        parser.set_defaults(run=comparison.serving()(run))
         return parser
 
     text = "compare schedulers under the same load on a real vllm serve"
@@ -51,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = command("simulator", _run_simulator, text).add_argument
     text = "sizes of the runs (default: 10000 100000)"
     add("--requests", type=int, nargs="+", default=[10_000, 100_000], metavar="N", help=text)
-    add("--scenario", default=SCENARIO, metavar="FILE|NAME", help="default: %(default)s")
+    add("--scenario", default=overhead.SCENARIO, metavar="FILE|NAME", help="default: %(default)s")
 
     text = "write a small model: of random weights, or a real one"
     add = command("make-model", _run_make_model, text).add_argument
@@ -90,6 +88,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def _run_comparison(args: argparse.Namespace) -> int:
     """Return 1 if a request failed, an output differs or a target is missed."""
     from vllm_semantic_sched.cli import report
+    from vllm_semantic_sched.lab.bench.client import Progress
     from vllm_semantic_sched.lab.bench.compare import compare
     from vllm_semantic_sched.lab.bench.page import comparison_page, draw_comparison
     from vllm_semantic_sched.lab.bench.schedulers import parse_schedulers
@@ -101,18 +100,17 @@ def _run_comparison(args: argparse.Namespace) -> int:
     mixes = [mix.strip() for mix in args.mix.split(",")]
     plan = replace(comparison.make_plan(args, schedulers, mixes), quick=args.quick)
     console = make_console()
-    found = compare(plan, vars(args), comparison.show_progress(args.quiet))
+    found = compare(plan, vars(args), Progress(not args.quiet))
     for mix, rows in found.mixes.items():
         if args.detail:
             report.print_mix(console, mix, rows)
         report.print_summary(console, mix, rows)
     picture = plan.output / "comparison.png"
     draw_comparison(found, picture)
-    targets = check_targets(found.mixes)
+    targets = check_targets(found.mixes) if args.assert_targets else []
     if args.assert_targets:
         report.print_targets(console, targets)
-    asserted = targets if args.assert_targets else []
-    written = save_page(comparison_page(found, plan.output, asserted), plan.output)
+    written = save_page(comparison_page(found, plan.output, targets), plan.output)
     console.print(f"records: {plan.output / 'results.json'}\npicture: {picture}", soft_wrap=True)
     for path in written:
         console.print(f"report: {path}", soft_wrap=True)
@@ -122,14 +120,13 @@ def _run_comparison(args: argparse.Namespace) -> int:
         count = sum(len(row.counted_differences) for row in found.rows())
         console.print(f"greedy outputs that differ: {count}")
         problems += [f"{count} greedy outputs differ"] if count else []
-    if args.assert_targets:
-        problems += missed(targets)
-    return comparison.print_problems(console, problems)
+    return comparison.print_problems(console, [*problems, *missed(targets)])
 
 
 def _run_placements(args: argparse.Namespace, schedulers: Sequence[SchedulerSpec]) -> int:
     """Return 1 if a request failed."""
     from vllm_semantic_sched.lab.bench import engines
+    from vllm_semantic_sched.lab.bench.client import Progress
 
     scheduler = next((one for one in schedulers if one.is_ours), None)
     if scheduler is None:
@@ -137,7 +134,7 @@ def _run_placements(args: argparse.Namespace, schedulers: Sequence[SchedulerSpec
     mix = args.mix.partition(",")[0]
     load = WorkloadConfig(args.requests, mix, seed=args.seed, max_output_tokens=args.max_output)
     bursts = engines.make_bursts(load, args.rounds, args.gap or 4.0)
-    server, progress = comparison.make_server(args), comparison.show_progress(args.quiet)
+    server, progress = comparison.make_server(args), Progress(not args.quiet)
     rounds = engines.compare_placements(server, scheduler, args.engines, bursts, progress)
     summary = engines.summary(rounds)
     print_table(
@@ -156,7 +153,7 @@ def _run_placements(args: argparse.Namespace, schedulers: Sequence[SchedulerSpec
 
 
 def _run_overhead(args: argparse.Namespace) -> None:
-    from vllm_semantic_sched.lab.bench import overhead
+    from vllm_semantic_sched.lab.bench.client import Progress
 
     sizes = [int(size) for size in args.waiting.split(",")]
     policies = {name.strip(): name.strip() for name in args.policies.split(",")}
@@ -166,8 +163,7 @@ def _run_overhead(args: argparse.Namespace) -> None:
     cases = {_STOCK: overhead.Case(None)}
     cases |= {name: overhead.Case(policy) for name, policy in policies.items()}
     cases |= {f"{name}, text": overhead.Case(policy, text=True) for name, policy in reads.items()}
-    progress = comparison.show_progress()
-    figures = overhead.measure(cases, sizes, args.running, args.steps, progress)
+    figures = overhead.measure(cases, sizes, args.running, args.steps, Progress(shown=True))
     rounds = max(1, args.steps // 4)
     # Where seats are reserved for urgent requests nothing is preempted.
     urgent = {
@@ -193,8 +189,8 @@ def _run_overhead(args: argparse.Namespace) -> None:
 
 
 def _print_overhead(
-    figures: Mapping[tuple[str, int], StepTimes],
-    urgent: Mapping[str, StepTimes],
+    figures: Mapping[tuple[str, int], overhead.StepTimes],
+    urgent: Mapping[str, overhead.StepTimes],
     sizes: Sequence[int],
     running: int,
 ) -> None:
@@ -230,7 +226,7 @@ def _print_overhead(
     )
 
 
-def _ratio(ours: StepTimes, theirs: StepTimes, *parts: str) -> str:
+def _ratio(ours: overhead.StepTimes, theirs: overhead.StepTimes, *parts: str) -> str:
     own, other = (sum(one[part]["p50"] for part in parts) for one in (ours, theirs))
     return f"{own / other:.2f}x"
 
@@ -244,9 +240,7 @@ def _cell(figure: Mapping[str, float]) -> str:
 
 
 def _run_simulator(args: argparse.Namespace) -> None:
-    from vllm_semantic_sched.lab.bench.overhead import measure_simulator
-
-    speeds = measure_simulator(args.requests, args.scenario)
+    speeds = overhead.measure_simulator(args.requests, args.scenario)
     columns = ("requests", "CPU s", "steps", "us per request", "vs the first", "peak MiB")
     rows = []
     for speed in speeds:
@@ -263,6 +257,6 @@ def _run_make_model(args: argparse.Namespace) -> None:
         written = make_real_model(args.directory)
     else:
         shape = SIZES[args.size]
-        longest = args.max_model_len or shape.max_model_len
-        written = make_model(args.directory, replace(shape, max_model_len=longest))
+        longest = args.max_model_len or shape.max_position_embeddings
+        written = make_model(args.directory, replace(shape, max_position_embeddings=longest))
     print(f"{'wrote' if written else 'already there:'} {args.directory}")

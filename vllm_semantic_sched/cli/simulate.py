@@ -65,9 +65,9 @@ def run(args: argparse.Namespace) -> None:
     settings = scenarios[0].settings
     args.output.mkdir(parents=True, exist_ok=True)  # fails before the work, not after
     tasks = tasks_of(scenarios)
-    with mapped(run_task, tasks, args.workers) as stream:
-        bar = tqdm(stream, total=len(tasks), unit="run", disable=args.quiet)
-        cells = cells_of(tasks, list(bar))
+    results = mapped(run_task, tasks, args.workers)
+    bar = tqdm(results, total=len(tasks), unit="run", disable=args.quiet)
+    cells = cells_of(tasks, list(bar))
     console = make_console()
     if settings.description:
         console.print(settings.description, soft_wrap=True)

@@ -30,12 +30,11 @@ import argparse
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_semantic_sched.cli.arguments import failing_in_lab
-from vllm_semantic_sched.cli.evaluate import fit_baselines, report_on
+from vllm_semantic_sched.cli.evaluate import measure_of, report_on
 from vllm_semantic_sched.lab.evaluation.examples import read_examples, read_labeled_set
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.config.estimates import Decision
@@ -250,10 +249,7 @@ def _report(
     args: argparse.Namespace, tuned: FineTuned, beside: Mapping[str, Guesser] | None = None
 ) -> dict[str, Any]:
     """Say where the model is; report on it, and others beside it, with the held-out texts."""
-    from vllm_semantic_sched.lab.evaluation.measure import evaluate_predictor
     from vllm_semantic_sched.lab.training.fine_tune import TEST_FILE, TRAINING_FILE
-    from vllm_semantic_sched.predict.instant import InstantReader
-    from vllm_semantic_sched.predict.model import TextPredictor
 
     print(f"saved to {args.output}")
     if tuned.known_tests is not None:
@@ -263,16 +259,8 @@ def _report(
     if tuned.threshold_texts is not None:
         policy = _print_thresholds(args.output, tuned.threshold_texts)
         decision = load_policy(policy).decision
-    baselines = fit_baselines(read_examples(args.output / TRAINING_FILE))
-    model = str(args.output)
-    measure = partial(
-        evaluate_predictor,
-        predictor=TextPredictor.load(model),
-        instant=InstantReader.load(model),
-        baselines={**(beside or {}), **baselines},
-        decision=decision,
-        model=model,
-    )
+    training = read_examples(args.output / TRAINING_FILE)
+    measure = measure_of(str(args.output), training, decision, beside=beside)
     labeled = read_labeled_set(args.output / TEST_FILE)
     return report_on(labeled, measure, args.output / "report")
 

@@ -101,6 +101,12 @@ class AdminClient:
             raise AdminError(f"{self.url}: {error}") from error
 
 
+def abandon_pause(server: AdminClient) -> None:
+    """Resume a server whose pause may still wait for running requests. AdminError if it refuses."""
+    server.post("/pause", mode="keep")  # vLLM resumes only from a pause that is complete
+    server.post("/resume")
+
+
 def _message(error: urllib.error.HTTPError, prefix: str, path: str) -> str:
     if error.code == 401:
         return "the server needs its API key: --api-key or $VLLM_API_KEY"

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -57,38 +56,32 @@ class Finding(NamedTuple):
         return f"{line} -> {self.advice}" if self.advice else line
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What to check, as far as it is given."""
-
-    policy: str | None = None  # name or path
-    profile: str | None = None
-    model: str | None = None  # the predictor's folder or hub id
-    kv_transfer: str | None = None  # vLLM's `--kv-transfer-config`
-    server: str | None = None  # address of a running one
-    api_key: str | None = None
-
-
-def examine(setup: Setup) -> Iterator[Finding]:
+def examine(
+    policy_name: str | None,  # or path
+    profile_name: str | None,
+    model: str | None,  # the predictor's folder or hub id
+    kv_transfer: str | None,  # vLLM's `--kv-transfer-config`
+    server: AdminClient | None,  # a running one
+) -> Iterator[Finding]:
     """Carry out all checks, one after the other; some take seconds. A running server has shown that
     vLLM and the predictor can be loaded: that is not tried again."""
     yield from check_packages()
-    yield from check_vllm(imports=setup.server is None)
+    yield from check_vllm(imports=server is None)
     policy = profile = None
     override = os.environ.get(POLICY_VARIABLE)
-    if override and setup.policy not in (None, override):
-        text = f"${POLICY_VARIABLE}={override} overrides {setup.policy} on a server started here"
+    if override and policy_name not in (None, override):
+        text = f"${POLICY_VARIABLE}={override} overrides {policy_name} on a server started here"
         yield Finding("warning", "policy", text, f"unset {POLICY_VARIABLE}")
-    name = override or setup.policy or DEFAULT_POLICY
+    name = override or policy_name or DEFAULT_POLICY
     try:
         policy = load_policy(name)
-        if setup.profile is not None:
-            policy = policy.model_copy(update={"profile": setup.profile})
+        if profile_name is not None:
+            policy = policy.model_copy(update={"profile": profile_name})
         yield Finding("ok", "policy", f"{name}: base {policy.base}, {policy.levels} levels")
     except PolicyError as error:
         advice = "correct it; `semsched policy keys` lists the keys, `list` the shipped policies"
         yield Finding("fault", "policy", str(error), advice)
-    wanted_profile = policy.profile if policy else setup.profile or AUTO
+    wanted_profile = policy.profile if policy else profile_name or AUTO
     try:
         profile = load_profile(wanted_profile)
         if wanted_profile == AUTO:
@@ -98,18 +91,18 @@ def examine(setup: Setup) -> Iterator[Finding]:
     except PolicyError as error:
         advice = "name a shipped profile, or measure one with `semsched profile`"
         yield Finding("fault", "profile", str(error), advice)
-    if policy is not None and (setup.server is None or setup.model is not None):
-        yield check_predictor(policy, setup.model)
-    yield from check_connector(setup.kv_transfer, memory=setup.server is None)
+    if policy is not None and (server is None or model is not None):
+        yield check_predictor(policy, model)
+    yield from check_connector(kv_transfer, memory=server is None)
     yield check_shared_memory()
-    if setup.server is None:
+    if server is None:
         yield check_port(_VLLM_PORT)
         return
     wanted = None
-    given = setup.policy is not None or setup.profile is not None
+    given = policy_name is not None or profile_name is not None
     if given and policy and profile and policy.base != "fcfs":  # fcfs reports no fingerprint
         wanted = fingerprint(policy, profile)
-    yield from check_server(AdminClient(setup.server, setup.api_key), wanted)
+    yield from check_server(server, wanted)
 
 
 # Versions

@@ -72,11 +72,6 @@ class LogReader:
         self._requests: dict[tuple[int, str], LoggedRequest] = {}
         self._waiting: Counter[str] = Counter()
 
-    @property
-    def unfinished(self) -> int:
-        """Requests that have not ended at this point of the log."""
-        return len(self._requests)
-
     def requests(self, path: Path) -> Iterator[LoggedRequest]:
         """Yield each request when it ends, and after the last line the unfinished ones. OSError if
         the log cannot be read."""

@@ -134,12 +134,10 @@ class Figures:
 
     @property
     def waiting(self) -> int:
-        """Requests without a seat."""
         return sum(tier.waiting for tier in self.tiers)
 
     @property
     def running(self) -> int:
-        """Requests with a seat."""
         return sum(tier.running for tier in self.tiers)
 
     def as_json(self) -> dict[str, Any]:

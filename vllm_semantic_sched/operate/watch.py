@@ -5,9 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_semantic_sched.operate.client import AdminClient, AdminError
+from vllm_semantic_sched.operate.client import AdminClient, AdminError, abandon_pause
 from vllm_semantic_sched.operate.figures import Figures, History, Page, Reading
-from vllm_semantic_sched.operate.maintenance import abandon_pause
 
 _TIMEOUT = 5.0  # seconds for one page; a busy server answers late
 
@@ -52,13 +51,13 @@ class ServerWatch:
             return self.state
         figures = self._history.add(Reading(self._clock(), page))
         note = None if page else "no scheduler metrics; they begin with the first request"
+        paused = locked = None
         try:
             engines = self._client.status(timeout=_TIMEOUT)
-        except AdminError as refusal:
-            self.state = ServerState(url, figures, note, locked=str(refusal))
-        else:
             paused = any(engine.get("paused") for engine in engines)
-            self.state = ServerState(url, figures, note, paused=paused)
+        except AdminError as refusal:
+            locked = str(refusal)
+        self.state = ServerState(url, figures, note, paused, locked)
         return self.state
 
     def pause(self) -> str:

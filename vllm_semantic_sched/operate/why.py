@@ -70,7 +70,6 @@ class Account:
 
     @property
     def last(self) -> Event:
-        """Its last event."""
         return self.lines[-1]
 
 
@@ -104,24 +103,21 @@ class Waits:
 
     def _parts(self, event: Event, time: float) -> list[Delay]:
         parts = [(str(c), level, float(s)) for c, level, s in event.get("waited", ())]
-        if self._since is not None:
-            rest = time - self._since - sum(seconds for _, _, seconds in parts)
-            if abs(rest) > _UNSURE:
-                parts.append(("unknown", None, rest))
-        lost = self._preempted
-        if lost:
+        known = sum(seconds for _, _, seconds in parts)
+        rest = 0.0 if self._since is None else time - self._since - known
+        unknown = [Delay("unknown", None, "", "", rest)] if abs(rest) > _UNSURE else []
+        if lost := self._preempted:
             by, level = str(lost.get("for", "")), lost.get("for_level")
             detail = f"{lost.get('reason', '')}, {lost.get('plan', '')}"
-            known = sum(seconds for cause, _, seconds in parts if cause != "unknown")
-            unknown = [Delay(*part[:2], "", "", part[2]) for part in parts if part[0] == "unknown"]
             return [Delay("preempted", level, by, detail, known), *unknown]
         own = int(event["level"])
-        return [
+        causes = [
             Delay("overtaken", level, "", cause, seconds)
             if cause in _ROOM and level is not None and level < own
             else Delay(cause, level, "", "", seconds)
             for cause, level, seconds in parts
         ]
+        return [*causes, *unknown]
 
 
 def events_of(log: Path, wanted: str = "") -> Iterator[Event]:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DistilBertConfig
+from transformers.initialization import no_init_weights
 
 from vllm_semantic_sched.predict import WEIGHTS_FILES, weights_file
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
@@ -77,7 +78,8 @@ def load_network(folder: Path) -> UrgencyLengthClassifier:
     # transformers takes this one for a setting of text generation, and leaves it out.
     settings = json.loads((folder / "config.json").read_text("utf-8"))
     config.temperature = settings.get("temperature", 1.0)
-    network = UrgencyLengthClassifier(config)
+    with no_init_weights():  # random ones would take longer than all else here
+        network = UrgencyLengthClassifier(config)
     path = weights_file(folder)
     if path is None:
         raise FileNotFoundError(f"no weights in {folder}: {' or '.join(WEIGHTS_FILES.values())}")

@@ -26,7 +26,6 @@ class BlockPool:
         return True
 
     def give_back(self, blocks: int) -> None:
-        """Return blocks that were allocated."""
         self.free += blocks
         assert self.free <= self.total, "more blocks returned than there are"
 

@@ -1,6 +1,5 @@
-"""Two models of the duration of an engine step."""
+"""Two models of the duration of an engine step, in seconds."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,17 +17,11 @@ class Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class StepWork:
-    """The work of a step."""
-
     decodes: int = 0  # sequences that get one more token
     context: int = 0  # their tokens together
     longest_context: int = 0  # tokens of the longest, if the cost model uses it
     chunks: list[Chunk] = field(default_factory=list)  # whole or partial prefills
     saved: list[int] = field(default_factory=list)  # tokens of victims whose KV goes to the host
-
-
-StepCost = Callable[[EngineProfile, StepWork], float]
-"""Duration of a step in seconds."""
 
 
 def slowest_of_batch(profile: EngineProfile, work: StepWork) -> float:

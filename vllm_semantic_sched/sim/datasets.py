@@ -14,7 +14,7 @@ import csv
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -44,14 +44,6 @@ class TextLength:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptAnswers:
-    """A prompt and the length of each model's real answer to it, in tokens (at least 1)."""
-
-    text: str
-    output_tokens: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True)
 class TriageVisit:
     """One emergency visit of the NHAMCS survey; missing facts are None, or "" for `injury`."""
 
@@ -67,14 +59,6 @@ class TriageVisit:
     heart_rate: int | None
     systolic: int | None
     oxygen: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class KtasVisit:
-    """One visit of the KTAS study: an expert panel's level (0-4) and the nurse's own words."""
-
-    level: int
-    complaint: str
 
 
 def data_root() -> Path | None:
@@ -110,13 +94,13 @@ def instruction_pairs(
                 yield TextLength(prompt, tokens_of_words(len(response)))
 
 
-def alpaca_eval_answers(root: Path) -> Iterator[PromptAnswers]:
-    """AlpacaEval instructions with the lengths of 14 models' answers, without empty answers."""
+def alpaca_eval_answers(root: Path) -> Iterator[tuple[str, dict[str, int]]]:
+    """AlpacaEval instructions and, by model, the tokens of 14 models' answers, if not empty."""
     path = root / "alpaca_eval_outputs" / "alpaca_eval_outputs.jsonl"
     for record in map(json.loads, _lines(path)):
         words = {model: len(answer.split()) for model, answer in record["outputs"].items()}
         tokens = {model: tokens_of_words(count) for model, count in words.items() if count}
-        yield PromptAnswers(str(record["instruction"]).strip(), tokens)
+        yield str(record["instruction"]).strip(), tokens
 
 
 def medical_questions(root: Path) -> Iterator[TextLength]:
@@ -140,12 +124,12 @@ def triage_visits(root: Path) -> Iterator[TriageVisit]:
                 yield _triage_visit(row)
 
 
-def ktas_visits(root: Path) -> Iterator[KtasVisit]:
-    """KTAS visits whose complaint is readable."""
+def ktas_visits(root: Path) -> Iterator[tuple[str, int]]:
+    """The nurse's own words, if readable, and an expert panel's level (0-4) of each KTAS visit."""
     for row in csv.DictReader(_lines(root / "ktas" / "ktas_half.csv")):
         complaint = " ".join(row["Chief_complain"].split())
         if row["garbled"] != "1" and complaint:
-            yield KtasVisit(int(row["KTAS_expert"]) - 1, complaint)
+            yield complaint, int(row["KTAS_expert"]) - 1
 
 
 def _triage_visit(row: dict[str, str]) -> TriageVisit:

@@ -18,9 +18,8 @@ class Decoding:
         self.tick = 0
         self.held_growth = 0  # blocks that held sequences need for their next token
         self._pool = pool
-        self._count = 0
         self._tokens = 0  # of all sequences at tick 0
-        self._held: dict[Run, int] = {}  # and how many of these
+        self._held: dict[Run, int] = {}  # blocks that each of these needs for it
         self._longest: AddressableHeap[Run] | None = AddressableHeap() if find_longest else None
         self._ends: AddressableHeap[Run] = AddressableHeap()
         # Empty if blocks are unlimited, because none are counted then.
@@ -29,7 +28,7 @@ class Decoding:
         self._grown = -1  # the last tick for which sequences have got their blocks
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._ends)
 
     @property
     def held(self) -> int:
@@ -42,7 +41,7 @@ class Decoding:
     @property
     def context(self) -> int:
         """Total tokens of all sequences."""
-        return self._tokens + self._count * self.tick
+        return self._tokens + len(self) * self.tick
 
     @property
     def longest_context(self) -> int:
@@ -55,7 +54,6 @@ class Decoding:
         cover all tokens but the newest."""
         run.offset = run.job.generated - self.tick
         tokens = run.job.prompt_tokens + run.offset
-        self._count += 1
         self._tokens += tokens
         if self._longest is not None:
             self._longest.push(run, -tokens)
@@ -76,7 +74,6 @@ class Decoding:
 
     def _stop(self, run: Run) -> None:
         assert run.offset is not None
-        self._count -= 1
         self._tokens -= run.job.prompt_tokens + run.offset
         if self._longest is not None:
             self._longest.discard(run)
@@ -118,7 +115,7 @@ class Decoding:
         if not phases:
             return 0
         rounds, rest = divmod(steps, len(phases))
-        blocks = rounds * self._count
+        blocks = rounds * len(self)
         for place in range(self.tick, self.tick + rest):
             blocks += len(phases[place % len(phases)])
         return blocks

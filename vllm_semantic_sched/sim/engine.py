@@ -50,7 +50,7 @@ class Engine:
         capacity = EngineCapacity(model.seats, model.kv_blocks, model.block_size)
         core.set_capacity(capacity, keeps_accounts=False, seed=seed)
         self.pool = BlockPool(model.kv_blocks, model.block_size)
-        self._host = BlockPool(model.host_blocks, model.block_size) if model.swap else None
+        self._host = BlockPool(model.host_blocks if model.swap else 0, model.block_size)
         self._prefixes = PrefixCache(self.pool, model.prefix_caching)
         is_paper = model.kind == "paper"
         # The paper's engine takes whole prompts, whatever their length.
@@ -192,8 +192,6 @@ class Engine:
         return self._now
 
     def predictions(self) -> Iterable[tuple[Job, Prediction | None]]:
-        if not self._predictions:
-            return ()
         came, self._predictions = self._predictions, []
         return [(run.job, run.prediction) for run in came if run.job in self._runs]
 
@@ -260,7 +258,7 @@ class Engine:
     def preempt(self, job: Job, reason: str, beneficiary: Job | None = None) -> None:
         run, plan = self._runs[job], self._plan(job)
         self.core.preempt(job, plan, reason, beneficiary)
-        if self._host is not None and plan.saved:
+        if plan.saved:
             run.swaps += 1
             self._swapped_out.append(plan.saved)
             self._host.allocate(self._host.needed(plan.saved))
@@ -279,8 +277,7 @@ class Engine:
             self._leave(run, code)
         else:
             self.waiting[run.request.level] -= 1
-            if self._host is not None:
-                self._host.give_back(self._host.needed(job.swapped))
+            self._host.give_back(self._host.needed(job.swapped))
         run.refused = code
         self.core.finish(job, AnswerEnd.ABORTED, JobState.REFUSED, code, refusal.beneficiary)
         self._ended(run)
@@ -342,8 +339,7 @@ class Engine:
                 run.loading, job.computed = 0, found * self.pool.block_size
                 run.shared = found
                 self._prefixes.enter(run, job.computed)
-            if self._host is not None:
-                self._host.give_back(self._host.needed(run.loading))
+            self._host.give_back(self._host.needed(run.loading))
             core.start(job)
             run.seated = self._now
             run.started = self._now if run.started is None else run.started
@@ -380,7 +376,7 @@ class Engine:
     def _plan(self, job: Job) -> PreemptionPlan:
         self.observe(job)
         host = self._host
-        room = HostRoom(host.block_size, host.free) if host is not None else None
+        room = HostRoom(host.block_size, host.free) if host.total else None
         return self.core.plan_preemption(job, room, can_drop=True)
 
     def _release(self, run: Run) -> None:

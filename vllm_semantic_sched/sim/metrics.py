@@ -164,7 +164,6 @@ class _Row:
         self._last_arrival = max(self._last_arrival, arrival)
 
     def add(self, block: _Block) -> None:
-        """Take in finished requests."""
         self.count += len(block["e2e"])
         for name in _SUMMED:
             self._sums[name] += float(block[name].sum())

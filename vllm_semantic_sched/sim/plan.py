@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from vllm_semantic_sched.policy.facts.tiers import Slo
-from vllm_semantic_sched.sim.metrics import is_promised, mean_levels
-from vllm_semantic_sched.sim.runner import Task, run_task
+from vllm_semantic_sched.sim.metrics import is_promised
+from vllm_semantic_sched.sim.runner import Task, cells_of, run_task
 from vllm_semantic_sched.sim.scenario import Scenario
 from vllm_semantic_sched.sim.sections import Routing
 from vllm_semantic_sched.sim.spans import Span
@@ -83,10 +83,10 @@ def _try(
     changed = replace(
         scenario, settings=settings.model_copy(update={"workload": workload, "engine": engine})
     )
-    outcomes = [run_task(Task(changed, scheduler, repeat)) for repeat in range(settings.repeats)]
-    levels = mean_levels([outcome.levels for outcome in outcomes])
-    trial = Trial(load, engines, holds(levels, scenario.slos(scheduler)), levels)
-    return trial, outcomes[0].spans
+    tasks = [Task(changed, scheduler, repeat) for repeat in range(settings.repeats)]
+    (cell,) = cells_of(tasks, list(map(run_task, tasks)))
+    kept = holds(cell.levels, scenario.slos(scheduler))
+    return Trial(load, engines, kept, cell.levels), cell.spans
 
 
 def holds(levels: dict[str, dict[str, float]], slos: Sequence[Slo]) -> bool:

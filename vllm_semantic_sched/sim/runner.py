@@ -3,7 +3,6 @@
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
@@ -58,7 +57,6 @@ def tasks_of(scenarios: Sequence[Scenario]) -> list[Task]:
 
 
 def run_task(task: Task) -> Outcome:
-    """Carry out one run."""
     scenario, first = task.scenario, task.repeat == 0
     recorder = Recorder(scenario.slos(task.scheduler))
     depth = DepthHistory(scenario.policies[task.scheduler].levels) if first else None
@@ -80,20 +78,16 @@ def run_task(task: Task) -> Outcome:
     return Outcome(recorder.levels(), depth.points() if depth else [], tuple(in_order))
 
 
-@contextmanager
-def mapped(work: Callable[[T], R], tasks: Sequence[T], workers: int) -> Iterator[Iterator[R]]:
-    """The results of the tasks in their order, by `workers` processes; all must be picklable."""
+def mapped(work: Callable[[T], R], tasks: Sequence[T], workers: int) -> Iterator[R]:
+    """Yield the results of the tasks in their order, by `workers` processes; all must be picklable.
+    After an error no further task starts."""
     if workers == 1 or len(tasks) == 1:
-        yield map(work, tasks)
+        yield from map(work, tasks)
         return
     # Spawn instead of fork, so that workers start from the same state on every platform.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(workers, len(tasks)), mp_context=context) as pool:
-        try:
-            yield pool.map(work, tasks)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        yield from pool.map(work, tasks)
 
 
 def cells_of(tasks: Sequence[Task], results: Sequence[Outcome]) -> list[Cell]:

@@ -123,7 +123,6 @@ class _Simulation:
         self._longest = int(self.workload.outputs.max(initial=1))  # tokens of an answer
 
     def note_depth(self) -> None:
-        """Record the number of waiting requests."""
         if self.depth is not None:
             waiting = [replica.engine.waiting for replica in self.replicas]
             self.depth.record(self.events.now, list(map(sum, zip(*waiting, strict=True))))

@@ -37,7 +37,6 @@ class Workload:
         return len(self.arrivals)
 
     def request(self, index: int) -> SimRequest:
-        """One of the requests."""
         if self.recorded:
             return self.recorded[index]
         return SimRequest(

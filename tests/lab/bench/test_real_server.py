@@ -81,7 +81,7 @@ def test_answers_have_the_wanted_lengths_and_diverse_tokens(model, tmp_path):
         counters = read_counters(server.get_text("/metrics"))
         (known,) = parse_schedulers("semantic-known", None)
         stated = replace(client, extras=known.body_extras).send(requests[:4])
-        again = client.send_one_by_one(requests[:1], record_margins=True)
+        again = replace(client, record_margins=True).send_one_by_one(requests[:1])
         refused = replace(client, extras=lambda request: {"n": -1}).send(requests[:1])
     assert [r.output_tokens for r in records] == [r.output_tokens for r in requests]
     assert counters[PREEMPTIONS] > before[PREEMPTIONS]

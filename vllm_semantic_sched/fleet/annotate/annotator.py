@@ -3,7 +3,6 @@ stateless HTTP endpoint."""
 
 import json
 import sys
-from collections import Counter
 from typing import Any, NamedTuple, Self
 
 from aiohttp import web
@@ -35,7 +34,6 @@ class Annotator:
     def __init__(self, policy: Policy, instant: InstantReader | None) -> None:
         self.policy = policy
         self._instant = instant
-        self.failures: Counter[str] = Counter()  # by method
 
     @classmethod
     def load(cls, policy: str) -> Self:

@@ -78,7 +78,6 @@ class Record:
 
     @property
     def token_hash(self) -> str:
-        """Short digest of the output tokens."""
         return hashlib.sha256(json.dumps(self.token_ids).encode()).hexdigest()[:12]
 
     @property
@@ -110,7 +109,8 @@ class LoadClient:
     """Sends loads to one server. `max_tokens` is the same for every request and at least as large
     as the longest answer, so that it gives no length away. `extras` returns further fields of a
     body; those in `vllm_xargs` are added to the client's own. With `natural` the model ends its
-    answers itself, to a chat; otherwise the benchmark does."""
+    answers itself, to a chat; otherwise the benchmark does. `record_margins`: ask for
+    log-probabilities, which slow the server down."""
 
     url: str
     eos_token: int
@@ -119,6 +119,7 @@ class LoadClient:
     progress: Progress = field(default_factory=Progress)
     headers: Mapping[str, str] = field(default_factory=dict)
     natural: bool = False
+    record_margins: bool = False
 
     def send(
         self, requests: Sequence[BenchRequest], label: str = "", stop_after: float | None = None
@@ -132,14 +133,12 @@ class LoadClient:
         """Send all requests at once and wait for all answers."""
         return self.send([replace(request, arrival=0.0) for request in requests], label)
 
-    def send_one_by_one(
-        self, requests: Sequence[BenchRequest], label: str = "", record_margins: bool = False
-    ) -> list[Record]:
+    def send_one_by_one(self, requests: Sequence[BenchRequest], label: str = "") -> list[Record]:
         """Send each request when the one before is answered; it arrives when it is sent."""
         with self.progress.bar(label, len(requests)) as advance:
-            return asyncio.run(self._send_one_by_one(requests, advance, record_margins))
+            return asyncio.run(self._send_one_by_one(requests, advance))
 
-    def request_body(self, request: BenchRequest, record_margins: bool = False) -> dict[str, Any]:
+    def request_body(self, request: BenchRequest) -> dict[str, Any]:
         """Return the body of a request. Unless answers end by themselves, they end at exactly
         `request.output_tokens`, by `bench.answer_length`, which changes no other token's logit."""
         body: dict[str, Any] = {
@@ -159,66 +158,53 @@ class LoadClient:
             answer = {ANSWER_FIELD: [request.output_tokens, self.eos_token]}
             body |= {"prompt": request.text, "vllm_xargs": answer | told}
             margins = {"logprobs": _TOP_LOGPROBS}
-        return body | margins | {"return_tokens_as_token_ids": True} if record_margins else body
-
-    def _session(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
-            base_url=self.url,
-            headers=self.headers,
-            # A new connection each: the server may close a kept one just when it is used again.
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
-            timeout=aiohttp.ClientTimeout(total=_REQUEST_SECONDS),
-        )
+        if self.record_margins:
+            body |= margins | {"return_tokens_as_token_ids": True}
+        return body
 
     async def _send_open_loop(
         self, requests: Sequence[BenchRequest], advance: Advance, stop_after: float | None
     ) -> list[Record]:
         records = [self._new_record(request, request.arrival) for request in requests]
-        async with self._session() as session:
-            start = time.perf_counter()
+        start = time.perf_counter()
 
-            async def send_at(record: Record, request: BenchRequest) -> None:
-                await asyncio.sleep(start + request.arrival - time.perf_counter())
-                await self._send(record, request, start, session, False)
-                advance()
+        async def send_at(record: Record, request: BenchRequest) -> None:
+            await asyncio.sleep(start + request.arrival - time.perf_counter())
+            await self._send(record, request, start)
+            advance()
 
-            pairs = zip(records, requests, strict=True)
-            tasks = [asyncio.create_task(send_at(*pair)) for pair in pairs]
-            _, given_up = await asyncio.wait(tasks, timeout=stop_after)
-            for task in given_up:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        pairs = zip(records, requests, strict=True)
+        tasks = [asyncio.create_task(send_at(*pair)) for pair in pairs]
+        _, given_up = await asyncio.wait(tasks, timeout=stop_after)
+        for task in given_up:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for record in records:
             if record.finish is None and record.error is None:
                 record.error = "unanswered when the run ended"
         return records
 
     async def _send_one_by_one(
-        self, requests: Sequence[BenchRequest], advance: Advance, record_margins: bool
+        self, requests: Sequence[BenchRequest], advance: Advance
     ) -> list[Record]:
         records = []
-        async with self._session() as session:
-            start = time.perf_counter()
-            for request in requests:
-                record = self._new_record(request, time.perf_counter() - start)
-                await self._send(record, request, start, session, record_margins)
-                records.append(record)
-                advance()
+        start = time.perf_counter()
+        for request in requests:
+            record = self._new_record(request, time.perf_counter() - start)
+            await self._send(record, request, start)
+            records.append(record)
+            advance()
         return records
 
-    async def _send(
-        self,
-        record: Record,
-        request: BenchRequest,
-        start: float,
-        session: aiohttp.ClientSession,
-        record_margins: bool,
-    ) -> None:
+    async def _send(self, record: Record, request: BenchRequest, start: float) -> None:
         record.sent = time.perf_counter() - start
+        url = f"{self.url}/v1/{'chat/completions' if self.natural else 'completions'}"
+        body, limit = self.request_body(request), aiohttp.ClientTimeout(total=_REQUEST_SECONDS)
         try:
-            body = self.request_body(request, record_margins)
-            path = "/v1/chat/completions" if self.natural else "/v1/completions"
-            async with session.post(path, json=body) as response:
+            # A new connection each: the server may close a kept one just when it is used again.
+            async with aiohttp.request(
+                "POST", url, json=body, headers=self.headers, timeout=limit
+            ) as response:
                 record.status = response.status
                 if response.status != 200:
                     record.error = (await response.text())[:500]

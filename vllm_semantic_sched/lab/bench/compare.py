@@ -217,7 +217,7 @@ class _Run:
         found = differences(reference.records, records) if reference else []
         # A request's index is its place in the workload, and so in the records.
         requests = [workload.requests[one.index] for one in found]
-        repeated = client.send_one_by_one(requests, record_margins=True) if found else []
+        repeated = replace(client, record_margins=True).send_one_by_one(requests) if found else []
         pairs = zip(found, repeated, strict=True)
         return [explain(one, records[one.index], again) for one, again in pairs]
 

@@ -5,6 +5,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy.optimize import nnls
 
 from vllm_semantic_sched.lab.bench.client import Record
 from vllm_semantic_sched.lab.bench.workload import LEVELS
@@ -38,14 +39,8 @@ def fit_idle(records: Sequence[Record]) -> IdleModel | None:
         return None
     measured = np.array([record.e2e for record in done])
     design = np.array([(1.0, one.prompt_tokens, one.output_tokens) for one in done])
-    # Noise can make a small coefficient negative: a term that would shorten the latency of longer
-    # requests is dropped.
-    coefficients = np.zeros(3)
-    for columns in ([0, 1, 2], [0, 2], [2]):
-        solution = np.linalg.lstsq(design[:, columns], measured, rcond=None)[0]
-        if (solution >= 0).all():
-            coefficients[columns] = solution
-            break
+    # Noise must not make a coefficient negative, which would shorten longer requests.
+    coefficients, _ = nnls(design, measured)
     error = float(np.median(np.abs(design @ coefficients - measured) / measured))
     base, per_prompt, per_output = coefficients.tolist()
     return IdleModel(base, per_prompt, per_output, float(measured.min()), error)
@@ -165,15 +160,13 @@ class Difference:
 
 
 def differences(reference: Sequence[Record], other: Sequence[Record]) -> list[Difference]:
-    """Return the requests that both answered with different output tokens."""
-    answers = {record.index: record.token_ids for record in other if record.ok}
+    """Return the requests that both, in the same order, answered with different output tokens."""
     found = []
-    for record in reference:
-        tokens = answers.get(record.index, record.token_ids)
-        if record.ok and tokens != record.token_ids:
-            pairs = enumerate(zip(record.token_ids, tokens, strict=False))
+    for first, second in zip(reference, other, strict=True):
+        if first.ok and second.ok and first.token_ids != second.token_ids:
+            pairs = enumerate(zip(first.token_ids, second.token_ids, strict=False))
             position = next((place for place, (a, b) in pairs if a != b), 0)
-            found.append(Difference(record.index, position))
+            found.append(Difference(first.index, position))
     return found
 
 

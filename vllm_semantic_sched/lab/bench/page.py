@@ -106,9 +106,8 @@ def messages_table(mix: str, rows: Rows) -> Table | None:
     reader = next((row for row in rows.values() if row.scheduler.reads_text), None)
     if reader is None:
         return None
-    records = {name: {record.index: record for record in row.records} for name, row in rows.items()}
-    read = records[reader.scheduler.name]
-    requests, shown = reader.workload.requests, _shown(reader.records)
+    requests, read = reader.workload.requests, reader.records
+    shown = _shown(read)
     return Table(
         f"Mix {mix}: some messages, and when their answers began",
         [
@@ -121,12 +120,12 @@ def messages_table(mix: str, rows: Rows) -> Table | None:
                 _cut(requests[index].text, _MESSAGE_LENGTH),
                 requests[index].level,
                 read[index].read_level,
-                *(of[index].ttft if index in of else None for of in records.values()),
+                *(row.records[index].ttft for row in rows.values()),
                 _cut(read[index].answer, _ANSWER_LENGTH),
             ]
             for index in shown
         ],
-        note=f"{len(shown)} of {len(reader.records)} requests, by true level (0: most urgent). "
+        note=f"{len(shown)} of {len(read)} requests, by true level (0: most urgent). "
         "The schedulers' columns have the seconds from arrival to the first token. A dash: the "
         "level was not read, because the answer began before.",
     )
@@ -164,13 +163,11 @@ def _bars(mix: str, rows: Rows) -> Iterator[Chart]:
     titles = list(map(level_title, next(iter(rows.values())).levels))
     for title, drawn in _PANELS.items():
         series, colors, idle = _heights(rows, *drawn)
-        lowest = math.inf if math.isnan(idle) else idle
-        chart = grouped_bars(f"Mix {mix}: {title}", title, titles, series, colors, lowest=lowest)
+        lines = []
         if not math.isnan(idle):
             ends = (-0.5, len(titles) - 0.5)
-            line = Line(_IDLE_LABEL, ends, (idle, idle), _IDLE_COLOR, dashed=True)
-            chart = replace(chart, marks=[*chart.marks, line])
-        yield chart
+            lines = [Line(_IDLE_LABEL, ends, (idle, idle), _IDLE_COLOR, dashed=True)]
+        yield grouped_bars(f"Mix {mix}: {title}", title, titles, series, colors, lines=lines)
 
 
 def _levels(mix: str, rows: Rows) -> Table:
@@ -275,11 +272,10 @@ def fixed(value: float) -> str:
 def _misread(mix: str, rows: Rows) -> Iterator[Table]:
     for row in rows.values():
         title = f"Mix {mix}, {row.scheduler.title}: urgency 0 read as less urgent"
-        texts = row.workload.requests
         last = {one.index: one.read_level for one in row.misread}  # a request is in every round
-        cells = [{"request": n, "read as": last[n], "text": texts[n].text} for n in last]
-        if cells:
-            yield Table.of(title, cells)
+        if last:
+            cells = [[n, level, row.workload.requests[n].text] for n, level in last.items()]
+            yield Table(title, ["request", "read as", "text"], cells)
 
 
 def _seats(mix: str, rows: Rows, folder: Path) -> Iterator[Chart]:

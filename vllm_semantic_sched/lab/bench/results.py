@@ -46,7 +46,6 @@ class Round:
 
     @property
     def name(self) -> str:
-        """Number and, if repeated, attempt."""
         return round_name(self.number, self.attempt)
 
     @property
@@ -56,7 +55,6 @@ class Round:
 
     @property
     def calm(self) -> bool:
-        """Whether the hypervisor took little enough away."""
         return self.steal <= MAX_STEAL
 
     @property
@@ -65,7 +63,6 @@ class Round:
 
     @property
     def tokens_per_second(self) -> float:
-        """Output tokens per second of the load."""
         return metrics.throughput(self.records)
 
     @property
@@ -134,7 +131,6 @@ class MixResult:
 
     @property
     def records(self) -> Sequence[Record]:
-        """The records of the best round."""
         return self.best.records
 
     @property
@@ -217,7 +213,6 @@ class Comparison:
         return row.rounds[0] if row else None
 
     def rows(self) -> list[MixResult]:
-        """All results, mix by mix."""
         return [row for rows in self.mixes.values() for row in rows.values()]
 
     def failures(self) -> list[str]:

@@ -13,6 +13,7 @@ from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY, SWAP_CON
 from vllm_semantic_sched.lab.bench.client import LoadClient, Progress
 from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer
 from vllm_semantic_sched.lab.bench.workload import BenchRequest
+from vllm_semantic_sched.operate.event_log import events_in
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.facts.files import read_config
 
@@ -52,7 +53,6 @@ class SchedulerSpec:
 
     @property
     def reads_text(self) -> bool:
-        """Whether urgency is read from the text."""
         return self.kind == "semantic"
 
     @property
@@ -178,10 +178,9 @@ def parse_schedulers(
 def read_levels(log: Path) -> Mapping[str, int]:
     """Return the levels that the predictor gave, by the client's request id. The last one counts,
     as a later reading may correct an earlier one."""
-    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
     return {
         client_id(event["request"]): event["level"]
-        for event in map(json.loads, lines)
+        for event in (events_in(log) if log.is_file() else ())
         # Lines about the log and the engine are of no request.
         if event.get("level_from") in ("prediction", "second_look")
     }

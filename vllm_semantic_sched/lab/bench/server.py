@@ -49,7 +49,6 @@ class ServerConfig:
     environment: dict[str, str] = field(default_factory=dict)
 
     def command(self, port: int) -> list[str]:
-        """Return the command line of the server."""
         args = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(self.model)]
         args += ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", str(self.seats)]
         args += ["--served-model-name", "bench", "--disable-uvicorn-access-log"]

@@ -28,18 +28,18 @@ _CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class TinyModelConfig:
-    """By default the engine, not the HTTP server, is the bottleneck on two CPU cores."""
+    """Shape of a model, in the words of `LlamaConfig`. By default the engine, not the HTTP server,
+    is the bottleneck on two CPU cores."""
 
     hidden_size: int = 384
     intermediate_size: int = 1024
-    num_layers: int = 4
-    num_heads: int = 6
-    num_kv_heads: int = 2
-    max_model_len: int = 1024
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 6
+    num_key_value_heads: int = 2
+    max_position_embeddings: int = 1024
     # With random weights of ordinary scale every next token depends on the last one alone, and
     # greedy decoding falls into a short cycle. A larger scale gives attention an influence.
-    init_std: float = 0.05
-    seed: int = 0
+    initializer_range: float = 0.05
 
 
 SIZES = {
@@ -48,10 +48,10 @@ SIZES = {
     "small": TinyModelConfig(
         hidden_size=512,
         intermediate_size=1408,
-        num_layers=6,
-        num_heads=8,
-        num_kv_heads=4,
-        max_model_len=8448,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=8448,
     ),
 }
 
@@ -83,21 +83,15 @@ def _write(directory: Path, config: TinyModelConfig) -> None:
     _write_tokenizer(directory)
     tokenizer = AutoTokenizer.from_pretrained(str(directory))
     shape = LlamaConfig(
+        **asdict(config),
         vocab_size=len(tokenizer),
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        max_position_embeddings=config.max_model_len,
-        initializer_range=config.init_std,
         # Tied embeddings make a random model repeat its input.
         tie_word_embeddings=False,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         torch_dtype="float32",
     )
-    torch.manual_seed(config.seed)
+    torch.manual_seed(0)
     model = LlamaForCausalLM(shape).to(torch.float32)
     model.generation_config.do_sample = False
     logging.disable_progress_bar()

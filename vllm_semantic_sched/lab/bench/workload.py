@@ -89,7 +89,6 @@ class BenchRequest:
 
     @property
     def text_hash(self) -> str:
-        """Short digest that identifies the text in records."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:12]
 
 

@@ -97,13 +97,13 @@ def builtin_set(name: str, root: Path | None) -> LabeledSet:
         raise DataNotFound(f"{name} needs the data folder: pass --data-root or set SEMSCHED_DATA")
     if name == "alpaca-eval":
         answered = list(alpaca_eval_answers(root))
-        texts = [Example(one.text) for one in answered]
-        return LabeledSet(name, texts, answers=[one.output_tokens for one in answered])
+        texts = [Example(text) for text, _ in answered]
+        return LabeledSet(name, texts, answers=[tokens for _, tokens in answered])
     if name == "nhamcs-test":
         visits = (visit for visit in triage_visits(root) if visit.split == "test")
         return LabeledSet(name, [Example(visit.text, visit.level) for visit in visits])
     if name == "ktas":
-        return LabeledSet(name, [Example(one.complaint, one.level) for one in ktas_visits(root)])
+        return LabeledSet(name, [Example(text, level) for text, level in ktas_visits(root)])
     dolly = instruction_pairs(root, ("dolly_3k.json",))
     pairs = {
         "dolly": dolly,

@@ -17,12 +17,12 @@ from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import decide_level, mistake_cost
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 
-LAST_URGENT_LEVEL = 1
-"""Levels 0 to this one are the urgent ones, in `auc`, `urgent_recall` and `urgent_precision`."""
+LAST_URGENT_LEVEL, FIRST_CALM_LEVEL = 1, 3
+"""Levels up to the first are urgent, in `auc`, `urgent_recall` and `urgent_precision`; levels from
+the second on are not, in `false_alarms`."""
 
 CALIBRATION_BINS = 15
 _DECILES = 10
-_LEVEL_OF_NO_HURRY = 3
 
 
 def confusion_matrix(truth: Sequence[int], guess: Sequence[int], levels: int) -> list[list[int]]:
@@ -143,7 +143,7 @@ def group_figures(
     for group, pairs in members.items():
         worst = [level for true, level in pairs if true == 0]
         urgent = [level for true, level in pairs if true <= LAST_URGENT_LEVEL]
-        calm = [level for true, level in pairs if true >= _LEVEL_OF_NO_HURRY]
+        calm = [level for true, level in pairs if true >= FIRST_CALM_LEVEL]
         figures[group] = {
             "n": len(pairs),
             "accuracy": mean([true == level for true, level in pairs]),

@@ -66,7 +66,6 @@ Figures = Mapping[str, Any]
 
 
 def evaluation_page(evaluation: Evaluation) -> Page:
-    """The report of one test set."""
     report = evaluation.report
     parts: list[Table | Chart] = []
     if report["n_level"]:
@@ -118,7 +117,6 @@ def summary_page(reports: Mapping[str, Figures]) -> Page:
 
 
 def _rule_text(decision: Figures) -> str:
-    """The rule that decides the level, with its parameters."""
     if decision["rule"] == "most_likely":
         return "most_likely"
     if decision["rule"] == "thresholds":
@@ -149,55 +147,44 @@ def _with_baselines(report: Figures, count: str) -> list[tuple[str, Figures]]:
     return [(_MODEL, report), *known]
 
 
-def _level_tables(report: Figures) -> list[Table]:
+def _level_tables(report: Figures) -> Iterator[Table]:
     """Figures of the predictor and the baselines, recall, precision and confusion matrix."""
     model, *baselines = _with_baselines(report, "n_level")
     rules = [(f"predictor, {_RULES[rule]}", report[rule]) for rule in RULES if rule in report]
     named = [model, *rules, *baselines]
+    rows = [[name, *_cells(one, _LEVEL_COLUMNS)] for name, one in named]
+    title, header = f"Urgency levels (n = {report['n_level']})", ["", *_LEVEL_COLUMNS.values()]
+    yield Table(title, header, rows, note=_LEVEL_LEGEND)
     levels = range(len(report["confusion"]))
-    tables = [
-        Table(
-            f"Urgency levels (n = {report['n_level']})",
-            ["", *_LEVEL_COLUMNS.values()],
-            [[name, *_cells(one, _LEVEL_COLUMNS)] for name, one in named],
-            note=_LEVEL_LEGEND,
-        )
-    ]
     for figure in ("recall", "precision"):
         rows = [[name, *_cells(one[figure], levels, 2)] for name, one in named]
         header = [f"{figure} of", *(f"level {level}" for level in levels)]
-        tables.append(Table(figure.capitalize(), header, rows))
+        yield Table(figure.capitalize(), header, rows)
     rows = [[str(level), *map(str, report["confusion"][level])] for level in levels]
     header = ["true level", *(f"as {level}" for level in levels)]
-    return [*tables, Table("Confusion matrix", header, rows)]
+    yield Table("Confusion matrix", header, rows)
 
 
-def _length_tables(report: Figures) -> list[Table]:
+def _length_tables(report: Figures) -> Iterator[Table]:
     """Figures of the predictor and the baselines, and those per answering model."""
     named = _with_baselines(report, "n_length")
     title, legend = f"Output lengths (n = {report['n_length']})", _LENGTH_LEGEND
     header = ["", *_LENGTH_COLUMNS.values()]
     rows = [[name, *_cells(one, _LENGTH_COLUMNS)] for name, one in named]
     if not report["per_model"]:
-        return [Table(title, header, rows, note=legend)]
+        yield Table(title, header, rows, note=legend)
+        return
     legend += " Means over the models that answered; each of them follows."
-    per_answerer = [
-        [
-            answerer,
-            str(figures["n_length"]),
-            *(_figure(one["per_model"][answerer]["kendall_tau"], 3) for _, one in named),
-        ]
-        for answerer, figures in report["per_model"].items()
-    ]
-    columns = ["Kendall tau, answers of", "n", *(name for name, _ in named)]
-    return [
-        Table(title, header, rows, note=legend),
-        Table("Output lengths per answering model", columns, per_answerer),
-    ]
+    yield Table(title, header, rows, note=legend)
+    rows = []
+    for answerer, figures in report["per_model"].items():
+        found = (one["per_model"][answerer]["kendall_tau"] for _, one in named)
+        rows.append([answerer, str(figures["n_length"]), *(_figure(tau, 3) for tau in found)])
+    header = ["Kendall tau, answers of", "n", *(name for name, _ in named)]
+    yield Table("Output lengths per answering model", header, rows)
 
 
 def _disagreement_table(found: Figures) -> Table:
-    """The largest differences between the network and the instant reader."""
     columns = ("level", "network", "instant")
     return Table(
         "Network and instant reader",

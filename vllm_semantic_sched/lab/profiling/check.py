@@ -8,7 +8,7 @@ import numpy as np
 
 from vllm_semantic_sched.lab.profiling.fit import reduce_seconds
 from vllm_semantic_sched.lab.profiling.live_engine import LiveEngine
-from vllm_semantic_sched.lab.profiling.measure import random_order
+from vllm_semantic_sched.lab.profiling.measure import run_repeats
 from vllm_semantic_sched.policy.config.eviction import Retention
 from vllm_semantic_sched.policy.eviction.retention import HostRoom, plan_preemption
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
@@ -61,7 +61,6 @@ class Verdict(NamedTuple):
 
     @property
     def met(self) -> bool:
-        """Whether all targets are met."""
         median, p90 = map(max, zip(self.recompute, self.swap, strict=True))
         return median <= MEDIAN_TARGET and p90 <= P90_TARGET and self.choice >= CHOICE_TARGET
 
@@ -83,34 +82,29 @@ def measure_points(
     """Measure the prefill of prompt and generated tokens in one pass, as vLLM does after a
     preemption, and the copies of their KV. Calls `advanced` after each measurement."""
     totals = [sum(pair) for pair in lengths]
-    seconds: list[list[float]] = [[] for _ in lengths]
     engine.run([lengths[0][0]], 4)
     engine.run([min(totals[-1], engine.token_budget)], 1)
-    for place in random_order(len(lengths), repeats, seed):
-        steps = engine.run([totals[place]], 1)
-        seconds[place].append(sum(step.seconds for step in steps))
-        advanced()
+    runs = run_repeats(engine, [([total], 1) for total in totals], repeats, seed, advanced)
+    seconds = [[sum(step.seconds for step in steps) for steps in point] for point in runs]
     copies = engine.copy(totals, max(3, 2 * repeats), seed)
 
-    def point(place: int) -> Point:
-        tokens = totals[place]
+    points = []
+    for pair, *times in zip(lengths, seconds, copies.save, copies.load, strict=True):
+        tokens = sum(pair)
         whole_blocks = -(-tokens // engine.block_size) * engine.block_size
-        recompute, save, load = (
-            reduce_seconds(times[place], statistic) for times in (seconds, copies.save, copies.load)
-        )
-        return Point(
-            *lengths[place],
+        recompute, save, load = (reduce_seconds(one, statistic) for one in times)
+        point = Point(
+            *pair,
             recompute=recompute,
             swap=save + load,
             predicted_recompute=profile.prefill_alone(tokens, engine.token_budget),
             predicted_swap=profile.save(whole_blocks) + profile.load(whole_blocks),
         )
-
-    return [point(place) for place in range(len(lengths))]
+        points.append(point)
+    return points
 
 
 def judge(profile: EngineProfile, points: Sequence[Point]) -> Verdict:
-    """Errors and choices over all points."""
     shares = {
         slowdown: float(np.mean([point.chooses_well(profile, slowdown) for point in points]))
         for slowdown in SLOWDOWNS

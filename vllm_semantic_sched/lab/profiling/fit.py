@@ -86,7 +86,6 @@ def fit_profile(base: EngineProfile, steps: Sequence[Step]) -> tuple[EngineProfi
 
 
 def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> LineFit:
-    """Fit a constant and a slope."""
     (start, slope), errors = fit_nonnegative([(1, amount) for amount in amounts], seconds)
     return LineFit(_rounded(start), _rounded(slope), _residual(errors))
 

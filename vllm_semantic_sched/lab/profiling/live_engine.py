@@ -26,14 +26,12 @@ class BadOptions(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An engine step: its batch and its duration."""
-
     batch: Batch
     seconds: float
 
 
 class Copies(NamedTuple):
-    """Seconds of copies: a row per size, a column per repeat."""
+    """Seconds of copies: a row per size, a column per repeat. Bytes over all layers and workers."""
 
     bytes_per_block: int
     save: list[list[float]]
@@ -69,17 +67,13 @@ class LiveEngine:
         self._sequence = 0
         self._watch_steps()
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of KV per token, over all layers and workers."""
-        return self.copy([self.block_size], repeats=1).bytes_per_block // self.block_size
-
     def describe(self) -> dict[str, Any]:
         """Versions and settings for the environment of an `EngineProfile`."""
         import torch
         import vllm
 
         model, cache = self._config.model_config, self._config.cache_config
+        bytes_per_block = self.copy([self.block_size], repeats=1).bytes_per_block
         return {
             "vllm": vllm.__version__,
             "torch": torch.__version__,
@@ -87,6 +81,7 @@ class LiveEngine:
             "dtype": str(model.dtype).removeprefix("torch."),
             "kv_dtype": str(cache.cache_dtype),
             "block_size": self.block_size,
+            "kv_bytes_per_token": bytes_per_block // self.block_size,
             "token_budget": self.token_budget,
             "max_model_len": self.max_model_len,
         }
@@ -99,7 +94,6 @@ class LiveEngine:
 
     @property
     def hardware(self) -> str:
-        """Name of the device."""
         if self._config.device_config.device_type == "cuda":
             import torch
 
@@ -135,7 +129,6 @@ class LiveEngine:
         return Copies(sum(sizes), save, load)
 
     def close(self) -> None:
-        """Shut the engine down and free its memory."""
         self._core.shutdown()
 
     def _watch_steps(self) -> None:
@@ -225,7 +218,6 @@ def _engine_arguments(options: Sequence[str]) -> Any:
 
 
 def processor() -> str:
-    """Name of this machine's processor."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

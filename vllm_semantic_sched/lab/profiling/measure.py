@@ -1,7 +1,7 @@
 """Measures prefills, decodes and copies on a live engine, and makes a profile of the times."""
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from itertools import chain
 from typing import NamedTuple
@@ -78,23 +78,19 @@ def measure(
     advanced: Callable[[], object],
 ) -> Measurements:
     """Measure a grid. Calls `advanced` after each measurement of a point."""
-    points = [(1, length, 1) for length in grid.prefills]
-    points += [(count, length, DECODE_STEPS + 1) for count, length in grid.decodes]
-    runs: list[list[list[Step]]] = [[] for _ in points]
+    points = [([length], 1) for length in grid.prefills]
+    points += [([length] * count, DECODE_STEPS + 1) for count, length in grid.decodes]
     # The engine does some work slower the first time.
     engine.run([grid.prefills[0], grid.prefills[len(grid.prefills) // 2]], 4)
     engine.run([min(grid.prefills[-1], engine.token_budget)], 1)
-    for place in random_order(len(points), repeats, seed):
-        sequences, length, output_tokens = points[place]
-        runs[place].append(engine.run([length] * sequences, output_tokens))
-        advanced()
+    runs = run_repeats(engine, points, repeats, seed, advanced)
     prefills, decodes, mixed = list[Step](), list[Step](), list[Step]()
-    for (sequences, _, output_tokens), point in zip(points, runs, strict=True):
+    for (lengths, output_tokens), point in zip(points, runs, strict=True):
         steps = reduce_steps(point, statistic)
         if output_tokens == 1:
             prefills += steps
             continue
-        mixed += [step for step in steps if step.batch.prefills and sequences > 1]
+        mixed += [step for step in steps if step.batch.prefills and len(lengths) > 1]
         decode = merge_decodes([*chain.from_iterable(point)], statistic)
         decodes += [decode] if decode else []
     copies = engine.copy(grid.transfers, max(3, 2 * repeats), seed)
@@ -105,12 +101,22 @@ def measure(
     return Measurements([*prefills, *decodes, *mixed], decodes, saves, loads)
 
 
-def random_order(points: int, repeats: int, seed: int) -> Iterator[int]:
-    """Places to measure: in each repeat all of them in a new order, so that a disturbance of the
-    machine does not hit all repeats of one point."""
+def run_repeats(
+    engine: LiveEngine,
+    points: Sequence[tuple[list[int], int]],
+    repeats: int,
+    seed: int,
+    advanced: Callable[[], object],
+) -> list[list[list[Step]]]:
+    """The steps of each point (prompt lengths and output tokens of each) in each repeat. A repeat
+    has all points in a new order: a disturbance of the machine does not hit one point alone."""
+    runs: list[list[list[Step]]] = [[] for _ in points]
     random = np.random.default_rng(seed)
     for _ in range(repeats):
-        yield from random.permutation(points).tolist()
+        for place in random.permutation(len(points)).tolist():
+            runs[place].append(engine.run(*points[place]))
+            advanced()
+    return runs
 
 
 def make_profile(
@@ -121,7 +127,6 @@ def make_profile(
     repeats: int,
     statistic: str,
 ) -> EngineProfile:
-    """Fit a profile to measurements."""
     steps = fit_steps(found.steps)
     alone = [step for step in found.decode_steps if step.batch.decodes == 1]
     decode = fit_line([step.batch.context for step in alone], [step.seconds for step in alone])
@@ -155,7 +160,6 @@ def make_profile(
         },
         environment=Environment(
             **engine.describe(),
-            kv_bytes_per_token=engine.kv_bytes_per_token,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             # Where the model lies on the measured machine is private.
             options=shlex.join(option.rstrip("/").rsplit("/", 1)[-1] for option in options),

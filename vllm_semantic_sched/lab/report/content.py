@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import platform
 from collections.abc import Mapping, Sequence
@@ -110,7 +111,6 @@ def installed_versions(*names: str) -> dict[str, str]:
 
 
 def python_and_versions(*names: str) -> dict[str, object]:
-    """Version of Python, and `installed_versions`."""
     return {"python": platform.python_version(), **installed_versions(*names)}
 
 
@@ -121,14 +121,15 @@ def grouped_bars(
     series: Mapping[str, Sequence[float]],
     colors: Mapping[str, str],
     log: bool = True,
-    lowest: float = math.inf,
+    lines: Sequence[Line] = (),
 ) -> Chart:
     """A chart with a group of bars per name in `groups`, and in each group a bar per series (a
-    value per group; NaN leaves the place empty). On a logarithmic axis only positive values have a
-    bar; `lowest` is the lowest value that the chart will show beside the bars."""
+    value per group; NaN leaves the place empty), and lines over them. On a logarithmic axis only
+    positive values have a bar."""
     positive = [value for heights in series.values() for value in heights if value > 0]
     # A bar on a logarithmic axis has no natural foot: let it start below the smallest value.
-    foot = min(*positive, lowest) / 2 if log and positive else 0.0
+    shown = itertools.chain(positive, *(line.y for line in lines))
+    foot = min(shown) / 2 if log and positive else 0.0
     width = _GROUP_WIDTH / max(1, len(series))
     marks = []
     for place, (name, heights) in enumerate(series.items()):
@@ -140,11 +141,10 @@ def grouped_bars(
                 bars.append((left, left + width, foot, height, label))
         marks.append(Boxes(name, bars, colors[name]))
     ticks = {float(place): name for place, name in enumerate(groups)}
-    return Chart(title, "", y_label, marks, x_ticks=ticks, log_y=log and bool(positive))
+    return Chart(title, "", y_label, [*marks, *lines], x_ticks=ticks, log_y=log and bool(positive))
 
 
 def series_colors(names: Sequence[str]) -> dict[str, str]:
-    """A color per name."""
     return {name: SERIES_COLORS[n % len(SERIES_COLORS)] for n, name in enumerate(names)}
 
 

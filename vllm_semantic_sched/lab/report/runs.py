@@ -118,7 +118,6 @@ def simulation_page(settings: Settings, cells: Sequence[Cell], metric: str) -> P
 
 
 def _level_chart(cells: Sequence[Cell], metric: str) -> Chart:
-    """A bar per level and scheduler."""
     levels = level_names(cells)
     series = {
         cell.scheduler: [metric_values([cell], level, metric)[0] for level in levels]
@@ -198,7 +197,6 @@ def trace_page(
 
 
 def _tier_depths(reader: LogReader) -> Chart:
-    """Waiting requests per tier."""
     depths = reader.depths[:: len(reader.depths) // _MOST_POINTS + 1]
     times = [time for time, _ in depths]
     tiers = sorted({tier for _, counts in depths for tier in counts})
