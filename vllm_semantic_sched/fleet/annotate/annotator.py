@@ -3,6 +3,7 @@ stateless HTTP endpoint."""
 
 import json
 import sys
+from collections import Counter
 from typing import Any, NamedTuple, Self
 
 from aiohttp import web
@@ -34,6 +35,7 @@ class Annotator:
     def __init__(self, policy: Policy, instant: InstantReader | None) -> None:
         self.policy = policy
         self._instant = instant
+        self.failures: Counter[str] = Counter()  # by method
 
     @classmethod
     def load(cls, policy: str) -> Self:
