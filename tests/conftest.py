@@ -45,7 +45,7 @@ def unexpected_skips(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What the tests import stays: looking for garbage among it takes seconds."""
+    """Searching all that the tests import for garbage would take seconds, and none of it is."""
     gc.disable()
     try:
         return (yield)

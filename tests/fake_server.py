@@ -150,7 +150,7 @@ def serving(fake: FakeServer) -> Iterator[FakeServer]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     fake.url = f"http://127.0.0.1:{server.server_port}"
-    # It looks that often, in seconds, whether it is to end.
+    # Seconds between two looks at whether it should end.
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:

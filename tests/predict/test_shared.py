@@ -75,7 +75,7 @@ def start(monkeypatch, tmp_path, starts):
 
 
 def runs(process_id: int) -> bool:
-    """Whether a process has not ended, whoever has yet to collect its exit status."""
+    """Whether a process still runs; a zombie has ended."""
     try:
         return psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

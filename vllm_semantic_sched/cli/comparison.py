@@ -155,8 +155,8 @@ def _check_model(model: Path, load: workload.WorkloadConfig) -> None:
 
 @contextmanager
 def serving() -> Iterator[None]:
-    """Decorator of a command that starts servers, or block: exit status 2 for bad arguments, 1 for
-    a failed run."""
+    """Around a command that starts servers, as its decorator or as a block: exit status 2 for bad
+    arguments, 1 for a failed run."""
     # Without this, SIGTERM would leave a server behind that the command started.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with failing(RuntimeError), failing(ValueError, FileNotFoundError, status=2):
