@@ -24,7 +24,7 @@ from vllm_semantic_sched.policy.facts.job import (
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.facts.waits import WaitLedger
 from vllm_semantic_sched.policy.levels import Levels
-from vllm_semantic_sched.policy.lifecycle import Journal, Lifecycle
+from vllm_semantic_sched.policy.lifecycle import Lifecycle, Listener
 from vllm_semantic_sched.policy.order.protection import Protection
 from vllm_semantic_sched.policy.order.queues import QueueRules
 from vllm_semantic_sched.policy.order.running import RunningSet
@@ -123,7 +123,7 @@ class SchedulingCore:
             )
             self.lifecycle.later_listeners.append(self.overload)
 
-    def record_why(self, journal: Journal, clock: Callable[[], float] | None = None) -> None:
+    def record_why(self, journal: Listener, clock: Callable[[], float] | None = None) -> None:
         """Record why requests wait and what decides; call it before the first request. `clock`:
         seconds, which pass during pauses as well; None: the policy's clock."""
         waits = WaitLedger(

@@ -102,7 +102,7 @@ class Event(NamedTuple):
     def of_note(
         cls, job: Job, what: str, details: Mapping[str, Any], now: float, policy: str = ""
     ) -> Event:
-        """Something that is no change of state, at Unix time `now`; see `lifecycle.Journal`."""
+        """Something that is no change of state, at Unix time `now`; see `Listener.noted`."""
         return cls._of(job, now, (job.state.value, job.state.value, what, ""), policy, details)
 
     @classmethod

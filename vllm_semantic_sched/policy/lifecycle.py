@@ -4,7 +4,7 @@ and notifies the listeners: overload control, metrics, event log."""
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job, JobState
@@ -39,17 +39,13 @@ class Listener:
     def held(self, job: Job, seconds: float) -> None:
         """Called when a running job was held for this long and gets tokens again, or ends."""
 
-
-class Journal(Protocol):
-    """Records why. Must not raise, block, or change a job."""
-
     def noted(self, job: Job, what: str, details: Mapping[str, Any]) -> None:
-        """Called for what is no change of state: `read` (a prediction came; `rule`, `urgency` with
-        the probabilities, `level_before`) and `restored` (seconds until a preempted job had its KV
-        again)."""
+        """Called on the journal alone, for what is no change of state: `read` (a prediction came;
+        `rule`, `urgency` with the probabilities, `level_before`) and `restored` (seconds until a
+        preempted job had its KV again)."""
 
 
-# By method of `Listener` and `Journal`: what an error interrupts.
+# By method of `Listener`: what an error interrupts.
 _RECORDING = {
     "moved": "recording a transition",
     "first_token": "recording a first token",
@@ -95,7 +91,7 @@ class Lifecycle:
         # Not told of arrivals, which happen between two steps and have to be cheap.
         self.later_listeners: list[Listener] = []
         self.starting: dict[Job, None] = {}  # have had a seat but no token yet
-        self.journal: Journal | None = None  # None: nobody asks why
+        self.journal: Listener | None = None  # None: nobody asks why
         self.waits: WaitLedger | None = None  # set with it
         self.clock = clock
         self._on_error = on_error
@@ -152,7 +148,7 @@ class Lifecycle:
         self._tell_all("held", job, seconds)
 
     def note(self, job: Job, what: str, details: Mapping[str, Any]) -> None:
-        """See `Journal.noted`."""
+        """See `Listener.noted`."""
         if self.journal is not None:
             self._tell((self.journal,), "noted", job, what, details)
 
@@ -177,7 +173,7 @@ class Lifecycle:
     def _tell_all(self, what: str, *details: Any) -> None:
         self._tell((*self.listeners, *self.later_listeners), what, *details)
 
-    def _tell(self, listeners: Iterable[Listener | Journal], what: str, *details: Any) -> None:
+    def _tell(self, listeners: Iterable[Listener], what: str, *details: Any) -> None:
         for listener in listeners:
             try:
                 getattr(listener, what)(*details)
