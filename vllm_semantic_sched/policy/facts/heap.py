@@ -107,12 +107,9 @@ class AddressableHeap(Generic[T]):
                 return
             yield self.pop()
 
-    def ordered(self) -> Iterator[T]:
-        """The items by rising key, k of them in O(k log k); the heap must not change meanwhile."""
-        return (item for _, item in self.ordered_pairs())
-
-    def ordered_pairs(self) -> Iterator[tuple[Any, T]]:
-        """Like `ordered`, with the keys."""
+    def ordered(self) -> Iterator[tuple[Any, T]]:
+        """Keys and items by rising key, k of them in O(k log k); the heap must not change
+        meanwhile."""
         entries, live = self._entries, self._live
         frontier = [(entries[0], 0)] if entries else []
         while frontier:

@@ -102,7 +102,7 @@ class TenantQueue:
 
     def ordered(self) -> Iterator[tuple[Rank, Job]]:
         """The jobs by rank, lazily; the queue must not change during the iteration."""
-        ranked = self._heap.ordered_pairs()
+        ranked = self._heap.ordered()
         if not self.buffer:
             return ranked
         buffered = ((self._rules.default_rank(job), job) for job in self.buffer)

@@ -80,7 +80,7 @@ class RunningSet:
 
     def by_eviction(self) -> Iterator[Job]:
         """Jobs in the order of eviction; lazily."""
-        return self._eviction.ordered()
+        return (job for _, job in self._eviction.ordered())
 
     @property
     def steps_to_outlived(self) -> int:

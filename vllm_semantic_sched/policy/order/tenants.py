@@ -80,7 +80,7 @@ class VirtualCounters:
 
     def ordered(self) -> Iterator[tuple[float, str]]:
         """Counters and names of the waiting tenants, least service first; lazily."""
-        return ((self._counters[tenant], tenant) for tenant in self._waiting.ordered())
+        return self._waiting.ordered()
 
 
 class _Window:
