@@ -77,18 +77,18 @@ class Event(NamedTuple):
         """Copy a transition that happened at Unix time `now`. Unlike the policy's clock, Unix time
         does not stop while the engine is paused."""
         job, before, state, time, reason, plan, beneficiary, waited, decision = transition
-        more: dict[str, Any] = {}
+        fields = _fields(job, None if before is None else before.value, state.value, reason, plan)
         if job.first_token is not None:
-            more["first_token"] = round(now - (time - job.first_token), 6)
-        more |= decision
+            fields["first_token"] = round(now - (time - job.first_token), 6)
+        fields |= decision
         if state.is_end:
-            more |= _replayed(job)
+            fields |= _replayed(job)
         if waited:
-            more["waited"] = [(cause.value, level, round(left, 6)) for cause, level, left in waited]
+            fields["waited"] = [(cause.value, at, round(left, 6)) for cause, at, left in waited]
         if beneficiary is not None:
-            more |= _for(beneficiary)
-        what = (None if before is None else before.value, state.value, reason, plan)
-        return cls._of(job, now, what, policy, more)
+            fields |= _for(beneficiary)
+        fields["policy"] = policy
+        return cls(now, job.level, fields)
 
     @classmethod
     def of_hold(cls, job: Job, seconds: float, now: float, policy: str = "") -> Event:
@@ -103,57 +103,45 @@ class Event(NamedTuple):
         cls, job: Job, what: str, details: Mapping[str, Any], now: float, policy: str = ""
     ) -> Event:
         """Something that is no change of state, at Unix time `now`; see `Listener.noted`."""
-        return cls._of(job, now, (job.state.value, job.state.value, what, ""), policy, details)
+        fields = _fields(job, job.state.value, job.state.value, what)
+        fields |= {**details, "policy": policy}
+        return cls(now, job.level, fields)
 
     @classmethod
-    def _of(
-        cls,
-        job: Job,
-        now: float,
-        what: tuple[str | None, str, str, str],
-        policy: str,
-        more: Mapping[str, Any],
-    ) -> Event:
-        before, state, reason, plan = what
-        fields = {
-            "request": job.request_id[:_LONGEST_ID],
-            "tier": "",
-            "level": job.level,
-            "level_from": job.level_source.value,
-            "from": before,
-            "state": state,
-            "tenant": job.tenant,
-            "reason": reason,
-            "plan": plan,
-            "prompt_tokens": job.prompt_tokens,
-            "output_tokens": job.generated,
-            **more,
-            "policy": policy,
-        }
-        return cls(now, job.level, fields)
+    def of_engine(cls, facts: Mapping[str, Any], now: float) -> Event:
+        """The shape of the engine, its policy and the times of some steps."""
+        return cls(now, 0, {"log": "engine", **facts})
 
     def line(self, engine: int, tier: str) -> dict[str, Any]:
         """The JSON object."""
-        fields = {**self.fields, "tier": tier}
+        fields = {name: value for name, value in self.fields.items() if value != ""}
+        if "tier" in fields:
+            fields["tier"] = tier
         if blocks := fields.get("blocks"):
             fields["blocks"] = short_hashes(blocks)
-        filled = {name: value for name, value in fields.items() if value != "" or name == "tier"}
-        return {"time": round(self.time, 6), "engine": engine, **filled}
+        return {"time": round(self.time, 6), "engine": engine, **fields}
+
+
+def _fields(
+    job: Job, before: str | None, state: str, reason: str, plan: str = ""
+) -> dict[str, Any]:
+    return {
+        "request": job.request_id[:_LONGEST_ID],
+        "tier": None,  # see `Event.line`
+        "level": job.level,
+        "level_from": job.level_source.value,
+        "from": before,
+        "state": state,
+        "tenant": job.tenant,
+        "reason": reason,
+        "plan": plan,
+        "prompt_tokens": job.prompt_tokens,
+        "output_tokens": job.generated,
+    }
 
 
 def _for(job: Job) -> dict[str, Any]:
     return {"for": job.request_id[:_LONGEST_ID], "for_level": job.level}
-
-
-class EngineLine(NamedTuple):
-    """A line about the engine: its shape, its policy and the times of some steps."""
-
-    time: float  # Unix time
-    facts: Mapping[str, Any]
-    level: int = 0
-
-    def line(self, engine: int, tier: str) -> dict[str, Any]:
-        return {"time": round(self.time, 6), "engine": engine, "log": "engine", **self.facts}
 
 
 def _replayed(job: Job) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.policy.config.overload import Events
-from vllm_semantic_sched.policy.events import Chain, EngineLine, Event, hash_ids
+from vllm_semantic_sched.policy.events import Chain, Event, hash_ids
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.lifecycle import Listener, Transition
@@ -70,7 +70,7 @@ class EventLog(Listener):
         self._engine = engine
         self._tier_names = tier_names
         self._logger = logger
-        self._events: deque[Event | EngineLine] = deque()
+        self._events: deque[Event] = deque()
         self._next_engine = 0.0
         # One thread writes each of these, the other reads it.
         self._written = self._dropped = self._failed = 0
@@ -95,7 +95,7 @@ class EventLog(Listener):
         """Queue a line about the engine every 10 seconds; `now` in seconds of any clock."""
         if now >= self._next_engine and self._has_room():
             self._next_engine = now + 10.0
-            self._events.append(EngineLine(time.time(), describe()))
+            self._events.append(Event.of_engine(describe(), time.time()))
 
     def _queue(self, event: Callable[..., Event], *facts: Any) -> None:
         """Queue a line, or drop it if the queue is full."""
@@ -136,7 +136,7 @@ class EventLog(Listener):
             self.write([], closes=True)
         self.file.close()
 
-    def write(self, events: Sequence[Event | EngineLine], closes: bool = False) -> None:
+    def write(self, events: Sequence[Event], closes: bool = False) -> None:
         """Write events now. Errors are counted, not raised."""
         try:
             tiers, dropped = self._tier_names(), self._dropped
@@ -170,7 +170,7 @@ class EventLog(Listener):
             self._resumes = "resumed"
             self.file.reopen()
 
-    def _line(self, event: Event | EngineLine, tier: str) -> dict[str, Any]:
+    def _line(self, event: Event, tier: str) -> dict[str, Any]:
         line = event.line(self._engine, tier)
         if model := self._models.get(line.get("level_from", "")):
             line["model"] = model
