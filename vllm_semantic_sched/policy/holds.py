@@ -2,7 +2,7 @@
 (`order.protection`), prefills by the paper's gate or so that a newcomer can start."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from vllm_semantic_sched.policy.config.order import Stage
 from vllm_semantic_sched.policy.core import SchedulingCore
@@ -20,7 +20,7 @@ def may_hold(core: SchedulingCore) -> bool:
     return core.protection.enabled and _has_protected(core) and len(core.waiting) > 0
 
 
-def choose(core: SchedulingCore, view: EngineView) -> tuple[list[Job], Job | None]:
+def choose(core: SchedulingCore, view: EngineView) -> tuple[Sequence[Job], Job | None]:
     """Running jobs to hold for those that are protected, if one of these gets a token in this step,
     and the most urgent of these: else the step could be empty."""
     newcomer = core.waiting.peek()  # none where a limit keeps all from starting
@@ -49,11 +49,7 @@ def choose(core: SchedulingCore, view: EngineView) -> tuple[list[Job], Job | Non
         return [], None
     # Worth of a second of all requests, running and waiting.
     losing = sum(each * _requests(core, level) for level, each in enumerate(worth.lost))
-    hold = protection.choose(certain, others, worth.gained, gaining, losing, core.profile)
-    if hold is None:
-        return [], None
-    held = others[hold.beside :]
-    protection.record(hold, len(held))
+    held = protection.choose(certain, others, worth.gained, gaining, losing, core.profile)
     return held, found
 
 

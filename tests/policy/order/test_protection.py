@@ -34,7 +34,7 @@ def decoding(name: str, level: int):
 
 
 def choose(protection: Protection, urgent: int, levels, waiting: float = 0.0):
-    """The hold beside `urgent` level-0 decodes, with others of these levels."""
+    """Those held beside `urgent` level-0 decodes, of others of these levels."""
     others = [decoding(f"o{n}", level) for n, level in enumerate(levels)]
     losing = urgent * WORTH[0] + sum(WORTH[level] for level in levels) + waiting
     certain = Batch(decodes=urgent, context=10 * urgent)
@@ -44,35 +44,36 @@ def choose(protection: Protection, urgent: int, levels, waiting: float = 0.0):
 def test_everybody_is_held_where_nobody_loses_much() -> None:
     """One of 16 requests gains 15 ms, and all lose 10 ms less what its token costs in a full step:
     11 - 26 / 16 = 9.4 ms."""
-    hold = choose(Protection(Protect(level=0)), urgent=1, levels=[4] * 15)
-    assert hold is not None and hold.beside == 0
-    assert hold.loss == pytest.approx(0.011 - 0.026 / 16)
+    protection = Protection(Protect(level=0))
+    assert len(choose(protection, urgent=1, levels=[4] * 15)) == 15
+    assert protection.budget.recent == pytest.approx(0.011 - 0.026 / 16)
+    assert (protection.steps, protection.tokens_forgone) == (1, 15)
 
 
 def test_nobody_is_held_under_a_queue_that_loses_more() -> None:
     protection = Protection(Protect(level=0))
-    assert choose(protection, urgent=1, levels=[4] * 15, waiting=20) is not None
-    assert choose(protection, urgent=1, levels=[4] * 15, waiting=60) is None
-    assert choose(protection, urgent=4, levels=[4] * 15, waiting=60) is not None
+    assert choose(protection, urgent=1, levels=[4] * 15, waiting=20)
+    assert not choose(protection, urgent=1, levels=[4] * 15, waiting=60)
+    assert choose(protection, urgent=4, levels=[4] * 15, waiting=60)
 
 
 def test_more_urgent_others_run_beside() -> None:
-    hold = choose(Protection(Protect(level=0)), urgent=1, levels=[1] * 7 + [4] * 8, waiting=30)
-    assert hold is not None and hold.beside == 7
+    held = choose(Protection(Protect(level=0)), urgent=1, levels=[1] * 7 + [4] * 8, waiting=30)
+    assert [job.level for job in held] == [4] * 8
 
 
 def test_the_less_of_the_budget_is_left_the_more_a_step_must_be_worth() -> None:
     protection = Protection(Protect(level=0))
-    assert choose(protection, urgent=1, levels=[4] * 15, waiting=20) is not None
+    assert choose(protection, urgent=1, levels=[4] * 15, waiting=20)
     protection.budget.spend(0.9 * protection.budget.total)
-    assert choose(protection, urgent=1, levels=[4] * 15, waiting=20) is None
-    assert choose(protection, urgent=9, levels=[4] * 90) is None
+    assert not choose(protection, urgent=1, levels=[4] * 15, waiting=20)
+    assert not choose(protection, urgent=9, levels=[4] * 90)
 
 
 def test_a_step_that_costs_more_than_is_left_is_not_held() -> None:
     protection = Protection(Protect(level=0))
     protection.budget.spend(protection.budget.total - 0.001)
-    assert choose(protection, urgent=50, levels=[4] * 50) is None
+    assert not choose(protection, urgent=50, levels=[4] * 50)
 
 
 def test_only_the_own_level_protects_and_age_keeps_from_being_held() -> None:

@@ -14,7 +14,6 @@ of it is left, the more a step must be worth.
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from vllm_semantic_sched.policy.config.order import Protect
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
@@ -62,13 +61,6 @@ class Budget:
         if not self._slots or self._slots[-1][0] <= self.worked:
             self._slots.append([self.worked + _SLOT, 0.0])
         self._slots[-1][1] += seconds
-
-
-class Hold(NamedTuple):
-    """A step with holds."""
-
-    beside: int  # how many of the jobs that may be held run all the same, most urgent first
-    loss: float  # engine seconds
 
 
 class Protection:
@@ -124,8 +116,9 @@ class Protection:
         gaining: float,
         losing: float,
         profile: EngineProfile,
-    ) -> Hold | None:
-        """Choose the best step with holds; None if a step without them is as good. O(others).
+    ) -> Sequence[Job]:
+        """Choose the jobs to hold in the best step, and record it; none if a step without holds is
+        as good. O(others).
 
         Args:
             certain: decoding sequences that run in any case.
@@ -139,7 +132,7 @@ class Protection:
         context = certain.context + sum(job.tokens for job in others)
         full = profile.step_decode(Batch(decodes=count, context=context))
         loss_worth = losing * self.budget.total / left
-        best, most, held = None, 0.0, 0
+        best, cost, most, held = 0, 0.0, 0.0, 0
         gaining += sum(worth[job.level] for job in others)
         while held < len(others):
             before, held = held, min(2 * held or 1, len(others))  # the least urgent 1, 2, 4, ...
@@ -150,11 +143,9 @@ class Protection:
             loss = max(0.0, seconds - full * (count - held) / count)
             value = gaining * (full - seconds) - loss_worth * loss
             if value > most and loss <= left:
-                best, most = Hold(len(others) - held, loss), value
-        return best
-
-    def record(self, hold: Hold, held: int) -> None:
-        """Record a step that holds so many requests."""
-        self.budget.spend(hold.loss)
-        self.steps += 1
-        self.tokens_forgone += held
+                best, cost, most = held, loss, value
+        if best:
+            self.budget.spend(cost)
+            self.steps += 1
+            self.tokens_forgone += best
+        return others[len(others) - best :]
