@@ -52,37 +52,27 @@ class Look:
         self.parts.append(part)
 
 
-class SecondLooks:
+class SecondLooks(AddressableHeap[Look]):
     """Requests that are to be read again, those with the smallest key first."""
 
     def __init__(self) -> None:
-        self._heap: AddressableHeap[Look] = AddressableHeap()
+        super().__init__()
         self._looks: dict[str, Look] = {}
         self.ended = {True: 0, False: 0}  # number of looks, by whether they have raised the level
 
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def __contains__(self, look: Look) -> bool:
-        return look in self._heap
-
     def add(self, look: Look, key: tuple[bool, float]) -> None:
         """Add a look, in place of an earlier one at the same request."""
-        self.discard(look.request_id)
-        self._heap.push(look, key)
+        self.cancel(look.request_id)
+        self.push(look, key)
         self._looks[look.request_id] = look
 
-    def discard(self, request_id: str) -> None:
-        """Remove a look, if there is one."""
+    def cancel(self, request_id: str) -> None:
+        """Remove the look at a request, if there is one."""
         if look := self._looks.pop(request_id, None):
-            self._heap.discard(look)
+            self.discard(look)
 
     def end(self, look: Look) -> None:
         """Remove and count a look that nobody has removed."""
         if look in self:
-            self.discard(look.request_id)
+            self.cancel(look.request_id)
             self.ended[look.raised] += 1
-
-    def first(self) -> Look | None:
-        """The look to go on with; None without any."""
-        return self._heap.peek()

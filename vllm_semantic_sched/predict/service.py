@@ -115,7 +115,7 @@ class PredictionService:
     def cancel(self, request_id: str) -> None:
         """Remove a prompt from both queues, if it is in one."""
         with self._changed:
-            self.second_looks.discard(request_id)
+            self.second_looks.cancel(request_id)
             self._queue.discard(request_id)
             self._prompts.pop(request_id, None)
 
@@ -211,7 +211,7 @@ class PredictionService:
                 )
             if self._closing:
                 return None
-            look = None if self._queue else self.second_looks.first()
+            look = None if self._queue else self.second_looks.peek()
             lengths: list[int] = []
             while (
                 len(batch) < settings.max_batch and (request_id := self._queue.peek()) is not None

@@ -8,7 +8,6 @@ P is the engine time of the longest prefill, m the seats, D the engine time of t
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
 from typing import Any
 
 from vllm_semantic_sched.policy.config.order import Tenants, TopLevelCap
@@ -35,38 +34,35 @@ def read_tenant(extra_args: Any) -> str:
     return name.strip()[:_MOST_CHARACTERS] if isinstance(name, str) else ANONYMOUS
 
 
-class VirtualCounters:
-    """Service of tenants at one level, and the order of the waiting ones; `len` counts these.
-    Counters of tenants that do not wait are kept for the latest `_MOST_TENANTS`."""
+class VirtualCounters(AddressableHeap[str]):
+    """Service of tenants at one level; the heap holds the waiting ones by their counters. Those of
+    tenants that do not wait are kept for the latest `_MOST_TENANTS`."""
 
     def __init__(self) -> None:
-        self._waiting: AddressableHeap[str] = AddressableHeap()
+        super().__init__()
         self._counters: OrderedDict[str, float] = OrderedDict()
         self._left_last = 0.0
 
     def __getitem__(self, tenant: str) -> float:
         return self._counters.get(tenant, 0.0)
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     def enter(self, tenant: str) -> None:
         """Add a waiting tenant; its counter is at least the lowest, or that of the last one."""
-        if tenant in self._waiting:
+        if tenant in self:
             return
-        least = self._waiting.peek()
+        least = self.peek()
         floor = self._left_last if least is None else self._counters[least]
         counter = max(self._counters.get(tenant, floor), floor)
         self._counters[tenant] = counter
         self._counters.move_to_end(tenant)
-        self._waiting.push(tenant, counter)
+        self.push(tenant, counter)
 
     def leave(self, tenant: str) -> None:
-        if self._waiting.discard(tenant):
+        if self.discard(tenant):
             self._left_last = self._counters[tenant]
-            while len(self._counters) > _MOST_TENANTS + len(self._waiting):
+            while len(self._counters) > _MOST_TENANTS + len(self):
                 oldest = next(iter(self._counters))
-                if oldest in self._waiting:
+                if oldest in self:
                     self._counters.move_to_end(oldest)
                 else:
                     del self._counters[oldest]
@@ -75,12 +71,8 @@ class VirtualCounters:
         """Charge service to a tenant; negative to refund."""
         if tenant in self._counters:
             self._counters[tenant] += seconds
-            if tenant in self._waiting:
-                self._waiting.push(tenant, self._counters[tenant])
-
-    def ordered(self) -> Iterator[tuple[float, str]]:
-        """Counters and names of the waiting tenants, least service first; lazily."""
-        return self._waiting.ordered()
+            if tenant in self:
+                self.push(tenant, self._counters[tenant])
 
 
 class _Window:
