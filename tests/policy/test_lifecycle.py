@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
 
-from vllm_semantic_sched.policy.facts.job import IllegalTransition, Job, JobState
-from vllm_semantic_sched.policy.lifecycle import Lifecycle, Transition
+from vllm_semantic_sched.policy.facts.job import Job, JobState
+from vllm_semantic_sched.policy.lifecycle import IllegalTransition, Lifecycle, Transition
 
 LEVELS = 3
 

@@ -7,10 +7,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
-from vllm_semantic_sched.policy.facts.job import Job, JobState
+from vllm_semantic_sched.policy.facts.job import LEGAL_MOVES, Job, JobState
 from vllm_semantic_sched.policy.facts.waits import Cause, Part, WaitLedger
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class IllegalTransition(RuntimeError):
+    """The state machine has no edge between two states."""
 
 
 class Transition(NamedTuple):
@@ -117,9 +121,12 @@ class Lifecycle:
     ) -> None:
         """Change a job's state; IllegalTransition, with no effect, if there is no such edge."""
         before, now = job.state, self.clock()
-        job.move_to(state, now)
+        if state not in LEGAL_MOVES[before]:
+            raise IllegalTransition(f"request {job.request_id}: {before.value} -> {state.value}")
         if before is not JobState.RUNNING:
+            job.waited += now - job.entered
             self._waiting[job.level].discard(job)
+        job.state, job.entered = state, now
         waited: Iterable[Part] = ()
         queued = state is JobState.WAITING or state is JobState.SWAPPED
         if self.waits is not None:
@@ -127,6 +134,8 @@ class Lifecycle:
                 waited = self.waits.end(job.wait)
             job.wait = self.waits.begin(job.level, job.tenant) if queued else None
         if state is JobState.RUNNING:
+            if job.started is None:
+                job.started = now
             if job.first_token is None:
                 self.starting[job] = None
         elif queued:

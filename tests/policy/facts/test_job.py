@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
 
-from vllm_semantic_sched.policy.facts.job import IllegalTransition, JobState
+from vllm_semantic_sched.policy.facts.job import JobState
+from vllm_semantic_sched.policy.lifecycle import IllegalTransition, Lifecycle
 
 ENDS = ["completed", "failed", "cancelled", "refused"]
 EDGES = {
@@ -20,14 +21,16 @@ EDGES = {
 
 @given(st.lists(st.sampled_from(list(JobState)), max_size=20))
 def test_only_legal_transitions_are_possible(walk) -> None:
-    job = make_job()
+    job, times = make_job(), iter(range(1, 21))
+    lifecycle = Lifecycle(lambda: next(times))
+    lifecycle.arrive(job)
     for time, state in enumerate(walk, 1):
         before, entered = job.state, job.entered
         if (before.value, state.value) in EDGES:
-            job.move_to(state, float(time))
+            lifecycle.move(job, state)
             assert (job.state, job.entered) == (state, time)
             assert state.is_end == (state.value in ENDS)
         else:
             with pytest.raises(IllegalTransition, match=job.request_id):
-                job.move_to(state, float(time))
+                lifecycle.move(job, state)
             assert (job.state, job.entered) == (before, entered)

@@ -59,10 +59,6 @@ class StatedLength(NamedTuple):
 FREE_LENGTH = StatedLength()
 
 
-class IllegalTransition(RuntimeError):
-    """The state machine has no edge between two states."""
-
-
 class JobState(enum.Enum):
     """State of a job. The values appear in the event log and in metrics."""
 
@@ -84,12 +80,13 @@ class JobState(enum.Enum):
 
 _ENDS = {JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.REFUSED}
 
-_LEGAL = {
+LEGAL_MOVES = {
     JobState.WAITING: {JobState.RUNNING} | _ENDS,
     JobState.RUNNING: {JobState.WAITING, JobState.SWAPPED} | _ENDS,
     # The host copy of a waiting job can be lost (cache reset, pool needed elsewhere).
     JobState.SWAPPED: {JobState.RUNNING, JobState.WAITING} | _ENDS,
 } | {end: set[JobState]() for end in _ENDS}
+"""The edges of the state machine."""
 
 
 class LevelSource(enum.Enum):
@@ -234,15 +231,3 @@ class Job:
     def tokens(self) -> int:
         """Prompt and output tokens so far, which need KV to decode the next one."""
         return self.prompt_tokens + self.generated
-
-    def move_to(self, state: JobState, now: float) -> None:
-        """Change state, for `policy.lifecycle` only; IllegalTransition if there is no such edge."""
-        if state not in _LEGAL[self.state]:
-            edge = f"{self.state.value} -> {state.value}"
-            raise IllegalTransition(f"request {self.request_id}: {edge}")
-        if self.state is not JobState.RUNNING:
-            self.waited += now - self.entered
-        if state is JobState.RUNNING and self.started is None:
-            self.started = now
-        self.state = state
-        self.entered = now

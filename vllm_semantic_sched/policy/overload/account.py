@@ -71,8 +71,10 @@ class QueueAccount:
         return entry
 
     def timed_out(self, now: float) -> Iterator[Job]:
-        """Requests past their timeout; the caller removes them. Each is returned once."""
-        return self._deadlines.pop_until(now, len(self._deadlines))
+        """Requests past their timeout; the caller removes each before taking the next."""
+        while (job := self._deadlines.peek()) is not None and self._deadlines.key(job) <= now:
+            yield job
+            self._deadlines.discard(job)
 
     def oldest(self, level: int) -> Job | None:
         """The oldest request of a level."""
