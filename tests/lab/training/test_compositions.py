@@ -40,6 +40,8 @@ def drawn(composer, form):
     "form",
     [
         _Draft.beside_tasks,
+        _Draft.before_tasks,
+        _Draft.between_tasks,
         _Draft.two_messages,
         _Draft.in_a_block,
         _Draft.chat,
@@ -94,6 +96,12 @@ def test_some_texts_have_no_end_of_sentence_before_the_message(composer) -> None
     texts = [one.text for one in drawn(composer, _Draft.beside_tasks)]
     assert any("poem and also m" in text for text in texts)
     assert any("poem. m" in text for text in texts)
+
+
+def test_message_before_tasks_comes_first_and_ends_its_sentence(composer) -> None:
+    texts = [one.text.lower() for one in drawn(composer, _Draft.before_tasks)]
+    assert sum(text.startswith(EMERGENCIES) for text in texts) > 100
+    assert sum("he fell. " in text or "he fell.\n" in text for text in texts) > 100
 
 
 def test_every_language_has_parts_and_messages() -> None:

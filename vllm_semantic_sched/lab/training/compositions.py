@@ -120,12 +120,16 @@ class _Draft:
         """The texts in this order, in half of the cases without ends of sentences between them."""
         rng = self.rng
         if rng.random() < 0.55:
-            return rng.choice((" ", " ", " ", "\n", "\n\n")).join(texts)
+            return self.apart(texts)
         text = texts[0]
         for following in texts[1:]:
             joiner = f" {self.pick('joiners')} " if rng.random() < 0.7 else " "
             text = text.rstrip(_ENDS) + joiner + following[:1].lower() + following[1:]
         return text.rstrip(_ENDS) if rng.random() < 0.7 else text
+
+    def apart(self, texts: Sequence[str]) -> str:
+        """The texts in this order, each with its end of a sentence."""
+        return self.rng.choice((" ", " ", " ", "\n", "\n\n")).join(texts)
 
     def in_chat(self, turns: Sequence[str], level: int) -> Example:
         """The user's turns, oldest first, in a chat template with answers between them."""
@@ -141,6 +145,18 @@ class _Draft:
         last = len(texts)
         texts.insert(self.rng.choice((0, 0, last, last, *range(1, last))), text)
         return Example(self.typed(self.joined(texts)), level)
+
+    def before_tasks(self) -> Example:
+        """A message as a sentence of its own before tasks: everyday stories that end with a request
+        begin like that, too."""
+        text, level = self.message()
+        return Example(self.typed(self.apart([text, *self.tasks(0, 7, 2, 1)])), level)
+
+    def between_tasks(self) -> Example:
+        """A message as a sentence of its own between tasks."""
+        text, level = self.message()
+        texts = [*self.tasks(0, 4, 1), text, *self.tasks(0, 4, 1)]
+        return Example(self.typed(self.apart(texts)), level)
 
     def two_messages(self) -> Example:
         """Two people's problems: the more urgent one counts."""
@@ -241,6 +257,8 @@ def _perhaps_claimed(example: Example, rng: random.Random) -> Example:
 # Forms of a composition and how often each is drawn.
 _FORMS: Mapping[Callable[[_Draft], Example], float] = {
     _Draft.beside_tasks: 34,
+    _Draft.before_tasks: 20,
+    _Draft.between_tasks: 8,
     _Draft.two_messages: 3,
     _Draft.in_a_block: 6,
     _Draft.only_tasks: 15,
