@@ -176,7 +176,8 @@ class SwapEngine:
         handle = self.worker.handle_preemptions
 
         def handle_and_poison(metadata) -> None:
-            saved = [block for save in metadata.orders.saves for block in save.device]
+            saves = [save for save in metadata.orders.saves if not save.beside]
+            saved = [block for save in saves for block in save.device]
             handle(metadata)
             free = [block.block_id for block in self.pool.blocks if block.ref_cnt == 0]
             self.poison(sorted({*saved, *free}))
@@ -257,11 +258,11 @@ class SwapEngine:
         right = [answer[:tokens] for answer in self.right[:prompts]]
         paths = [*(f"scheduler.{path}" for path in MAY_FAIL), *COPIES_MAY_FAIL]
         for number, path in enumerate(paths * rounds):
-            beside = path.endswith(("_beside", "finished", "saved")) or (
+            beside = path.endswith((" beside", "finished", "saved")) or (
                 number % 2 == 1 and not path.endswith((".load", ".save"))
             )
             self.set("swap", max_stall=0.0 if beside else 1e9)
-            owner, name = method_of(self, path)
+            owner, name = method_of(self, path.removesuffix(" beside"))
             method, failures = getattr(owner, name), []
 
             def failing(*args, method=method, failures=failures, **kwargs):
@@ -306,7 +307,7 @@ class SwapEngine:
     def without_loading(self) -> dict:
         """Negative control."""
         self.set("swap")
-        with patch.object(self.worker.backend, "load", lambda device, host: None):
+        with patch.object(self.worker.backend, "load", lambda device, host, key: None):
             return self.chaos(seed=2)
 
     def saving_too_late(self) -> dict:

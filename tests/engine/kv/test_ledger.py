@@ -82,17 +82,19 @@ class SwappingEngine:
         """What was scheduled is carried out, in the order in which vLLM does."""
         orders = self.ledger.take_orders()
         for save in orders.saves:
-            self.end_saves()
-            self.save(save)
-        self.saving += orders.later_saves
+            if not save.beside:
+                self.end_saves()
+                self.save(save)
+        self.saving += [save for save in orders.saves if save.beside]
         loading = [block for order in self.ordered.values() for block in order.device]
         held = [block for table, _ in self.running.values() for block in table]
         for block in set(range(len(self.device))) - {*loading, *held, *self.kept_blocks()}:
             self.device[block] = "overwritten"
         for load in orders.loads:
-            self.load(load)
-        for load in orders.later_loads:
-            self.ordered[load.request_id] = load
+            if load.beside:
+                self.ordered[load.request_id] = load
+            else:
+                self.load(load)
         for name, (table, tokens, loaded) in self.admitted.items():
             self.check(name, table, loaded)
             self.compute(name, table, loaded // BLOCK * BLOCK, tokens)

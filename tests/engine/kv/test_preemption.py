@@ -120,23 +120,20 @@ class FakeDevice:
         for block, slot in zip(device, chain(*host), strict=True):
             self.device[block] = list(self.host[slot])
 
-    def save(self, device, host) -> None:
-        self.saves["before"] += 1
-        self.end_copies(len(self.copying))  # copies are made in the order of their orders
-        self.copy_to_host(device, host)
+    def save(self, device, host, number=None) -> None:
+        self.saves["before" if number is None else "beside"] += 1
+        self.copy(number, self.copy_to_host, device, host)
 
-    def load(self, device, host) -> None:
-        self.end_copies(len(self.copying))
-        self.copy_to_device(device, host)
+    def load(self, device, host, key=None) -> None:
+        self.copy(key, self.copy_to_device, device, host)
 
-    def save_beside(self, number, device, host) -> None:
-        """Saves while the next step runs."""
-        self.saves["beside"] += 1
-        self.copying.append((number, self.copy_to_host, device, host))
-
-    def load_beside(self, key, device, host) -> None:
-        """Loads while the next step runs."""
-        self.copying.append((key, self.copy_to_device, device, host))
+    def copy(self, key, copy, device, host) -> None:
+        """At once, or with a key while the next step runs."""
+        if key is None:
+            self.end_copies(len(self.copying))  # copies are made in the order of their orders
+            copy(device, host)
+        else:
+            self.copying.append((key, copy, device, host))
 
     def finished(self) -> set[str]:
         return self.take_ended(str)

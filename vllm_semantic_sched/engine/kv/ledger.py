@@ -64,7 +64,8 @@ class Transfer:
     request_id: str
     device: list[int]
     host: list[range]
-    number: int = 0  # of a save beside steps, in `KeptBlocks`
+    beside: bool = False  # steps do not wait for it
+    number: int | None = None  # of a save beside steps, in `KeptBlocks`
 
     @property
     def slots(self) -> Iterator[int]:
@@ -74,13 +75,11 @@ class Transfer:
 
 @dataclass(slots=True)
 class Orders:
-    """What the workers copy in one step, in this order: saves before anything is overwritten,
-    loads before the forward pass, later saves and loads while it runs."""
+    """What the workers copy in one step: saves before anything is overwritten, loads before the
+    forward pass, and those beside steps while it runs."""
 
     saves: list[Transfer] = field(default_factory=list)
-    later_saves: list[Transfer] = field(default_factory=list)
     loads: list[Transfer] = field(default_factory=list)
-    later_loads: list[Transfer] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -130,8 +129,8 @@ class KeptBlocks:
             else:
                 self.free(number)
 
-    def free(self, number: int) -> None:
-        """Free the blocks of a save that is not needed, if they are still kept."""
+    def free(self, number: int | None) -> None:
+        """Free the blocks of a save that is not needed, if any are still kept."""
         if number in self._kept:
             self._free(self._kept.pop(number)[0])
 
@@ -183,11 +182,9 @@ class SwapLedger:
         slots = dict(zip(places, itertools.chain.from_iterable(taken), strict=True))
         self.saved[request_id] = HostCopy(start, end, still_valid, slots, taken)
         save = Transfer(request_id, list(places.values()), taken)
-        if keep is None:
-            self._orders.saves.append(save)
-        else:
-            save.number = keep(save.device)
-            self._orders.later_saves.append(save)
+        if keep is not None:
+            save.beside, save.number = True, keep(save.device)
+        self._orders.saves.append(save)
         return True
 
     def _places(
@@ -209,8 +206,7 @@ class SwapLedger:
         copy = self.saved.get(request_id)
         if copy is None or on_device < copy.start or not copy.still_valid():
             return 0, False
-        saves = itertools.chain(self._orders.saves, self._orders.later_saves)
-        if any(save.request_id == request_id for save in saves):
+        if any(save.request_id == request_id for save in self._orders.saves):
             return None, False
         count = min(copy.end, tokens - 1) - on_device
         return (count, self.loads_beside(count)) if count > 0 else (0, False)
@@ -230,16 +226,15 @@ class SwapLedger:
         places = self._places(blocks, end - count, end)
         saved = [(block, copy.slots[at]) for at, block in places.items() if at in copy.slots]
         slots = _joined(range(slot, slot + 1) for _, slot in saved)
-        load = Transfer(request_id, [block for block, _ in saved], slots)
         beside = self.loads_beside(count)
+        load = Transfer(request_id, [block for block, _ in saved], slots, beside)
         # From here on nothing can fail: the copy stays, or its load is ordered.
         del self.saved[request_id]
         self._loaded[request_id] = Loaded(count, time.monotonic())
+        self._orders.loads.append(load)
         if beside:
-            self._orders.later_loads.append(load)
             self.loading[request_id] = copy
         else:
-            self._orders.loads.append(load)
             self._spent.append(copy)
 
     def take_orders(self, overwritten: Iterable[int] = ()) -> Orders:
@@ -281,10 +276,8 @@ class SwapLedger:
         if copy is None:
             return
         # A save that was not sent yet must not write into slots that another request gets.
-        orders = self._orders
-        orders.saves = [save for save in orders.saves if save.request_id != request_id]
-        for save in [save for save in orders.later_saves if save.request_id == request_id]:
-            orders.later_saves.remove(save)
+        for save in [save for save in self._orders.saves if save.request_id == request_id]:
+            self._orders.saves.remove(save)
             self.kept.free(save.number)
         self.pool.give_back(copy.taken)
 
