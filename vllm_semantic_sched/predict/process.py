@@ -22,11 +22,6 @@ class PredictorProcess(subprocess.Popen[str]):
         pipe = subprocess.PIPE
         super().__init__(command, stdin=pipe, stdout=pipe, encoding="utf-8", errors="replace")
 
-    @property
-    def up(self) -> bool:
-        """Whether the process runs."""
-        return self.poll() is None
-
     def stop(self) -> None:
         """Kill the process; it holds no data that could be lost. A pending `read` raises."""
         self._end(patience=0)
