@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_semantic_sched.engine.http.incoming import LARGEST_BODY, Incoming, ServerState
+from vllm_semantic_sched.engine.http.incoming import Incoming, ServerState, incoming
 from vllm_semantic_sched.engine.http.preparation import (
+    LARGEST_BODY,
     GlanceRules,
     UrgentFirst,
     adopt_rules,
-    is_prepared,
     read_user,
 )
 from vllm_semantic_sched.policy.config import parse_policy
@@ -48,7 +48,8 @@ class Server:
         if request["prompt"] == "slow":
             await asyncio.sleep(0.3)
         self.prepared.append(request["prompt"])
-        is_prepared()
+        if (is_prepared := incoming.get().prepared) is not None:
+            is_prepared()
         await asyncio.sleep(0.5 if request["prompt"] == "long answer" else 0)
 
     async def post(self, raw):
