@@ -81,7 +81,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         core.lifecycle.later_listeners.append(RequestMetrics(core, self.counters))
         # Each group of layers has blocks of its own.
         blocks = vllm_api.total_kv_blocks(self) // vllm_api.kv_cache_groups(self)
-        capacity = EngineCapacity(vllm_api.total_seats(self), blocks, self.block_size)
+        capacity = EngineCapacity(self.max_num_running_reqs, blocks, self.block_size)
         core.set_capacity(capacity, 1 + self.num_spec_tokens)
         self._endings = Endings(self)
         self.preemptions = Preemptions(self, core, self._endings, self.counters)

@@ -122,7 +122,7 @@ class SwapEngine:
             prompts: only the first so many, of which the last is urgent and late; 0: all at once.
             tokens: of each answer.
         """
-        from vllm_semantic_sched.engine.vllm_api import blocks_can_be_freed
+        from vllm_semantic_sched.engine.vllm_api import freeable_blocks
 
         chance = random.Random(seed)
         scheduler, counters = self.scheduler, self.scheduler.counters
@@ -140,7 +140,7 @@ class SwapEngine:
             if prompts and step == 4:
                 urgent = self.params(tokens, extra_args={"urgency": 0})
                 self.engine.add_request(names[-1], self.prompts[prompts - 1], urgent)
-            running = [r for r in scheduler.running if blocks_can_be_freed(scheduler, r)]
+            running = [r for r in scheduler.running if freeable_blocks(scheduler, r) is not None]
             if step % every == 0 and running:
                 with scheduler.guard("forcing a preemption"):
                     scheduler.preemptions.evict(chance.choice(running), "urgent")

@@ -23,7 +23,7 @@ from vllm_semantic_sched.engine.guard import guarded
 from vllm_semantic_sched.engine.kv import connector
 from vllm_semantic_sched.engine.kv.connector import FailedProof, SemanticSwapConnector
 from vllm_semantic_sched.engine.kv.ledger import HostPool
-from vllm_semantic_sched.engine.vllm_api import blocks_can_be_freed
+from vllm_semantic_sched.engine.vllm_api import freeable_blocks
 from vllm_semantic_sched.lab.bench.standalone import (
     BLOCK_SIZE,
     build_scheduler,
@@ -285,7 +285,7 @@ def test_preemptions_do_not_change_answers(
 
     def preempt(step: int) -> None:
         nonlocal forced
-        running = [r for r in scheduler.running if blocks_can_be_freed(scheduler, r)]
+        running = [r for r in scheduler.running if freeable_blocks(scheduler, r) is not None]
         # An answer has to get on between two preemptions.
         if step % (5 if asynchronous else 2) == 0 and running:
             scheduler.preemptions.evict(chance.choice(running), "urgent")

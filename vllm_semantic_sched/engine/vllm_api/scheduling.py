@@ -147,18 +147,6 @@ def why_no_holds(config: VllmConfig) -> str | None:
     return None
 
 
-def total_seats(scheduler: Scheduler) -> int:
-    """Requests that can run at the same time."""
-    return scheduler.max_num_running_reqs
-
-
-def free_seats(scheduler: Scheduler) -> int:
-    """Seats that waiting requests can take in the coming step; may be negative."""
-    taken = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
-    # vLLM seats waiting requests that hold blocks before all others.
-    return scheduler.max_num_active_reqs - taken - len(scheduler.kv_holding_waiting)
-
-
 def is_ready(scheduler: Scheduler, request: Request) -> bool:
     """Whether vLLM could admit a waiting request now if a seat and blocks were free."""
     if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
