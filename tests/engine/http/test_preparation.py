@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_semantic_sched.engine.http.incoming import Incoming, ServerState, incoming
+from vllm_semantic_sched.engine.http.middleware import Refusals
 from vllm_semantic_sched.engine.http.preparation import (
     LARGEST_BODY,
     GlanceRules,
@@ -38,7 +39,7 @@ class Server:
     def __init__(self, rules=None) -> None:
         self.state = SimpleNamespace(semsched=ServerState(rules=rules))
         self.prepared = []
-        self.middleware = UrgentFirst(self.app)
+        self.middleware = Refusals(UrgentFirst(self.app))
 
     async def app(self, scope, receive, send):
         request = json.loads((await receive())["body"])
@@ -143,7 +144,7 @@ def test_body_beyond_the_bound_is_not_held_back(rules) -> None:
             return {"type": "http.request", "body": chunk, "more_body": pulled < 64}
 
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "app": server}
-        await UrgentFirst(app)(scope, receive, None)
+        await Refusals(UrgentFirst(app))(scope, receive, None)
 
     asyncio.run(post())
     assert sum(sent) == 64 * 2**16

@@ -37,13 +37,10 @@ _FIRST, _LAST = 64, 448  # of the entries of a list: a chat's newest turn is its
 
 _TEXT_PARTS = (None, "text", "input_text", "message")
 
-
 Receive = Callable[[], Awaitable[Message]]
 
 
 class Glance(NamedTuple):
-    """An HTTP request at a glance."""
-
     level: int  # by hint or reading, else the default level
     reading: Prediction | None = None  # the instant reader's, unless prompts are read one by one
     user: str | None = None  # the OpenAI field
@@ -152,8 +149,8 @@ async def read_ahead(receive: Receive) -> tuple[bytes | None, Receive]:
 
 
 class UrgentFirst:
-    """ASGI middleware that passes requests for generated text on in the order of their urgency;
-    without the rules that `adopt_rules` stores, at once."""
+    """ASGI middleware, inside `Refusals`, that passes requests for generated text on in the order
+    of their urgency; without the rules that `adopt_rules` stores, at once."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -162,21 +159,17 @@ class UrgentFirst:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         rules: GlanceRules | None = self._rules(scope)
-        if rules is None:
+        request = incoming.get()
+        if rules is None or request is None:
             await self._app(scope, receive, send)
             return
-        request = incoming.get() or Incoming.of(scope)
         body, receive = await read_ahead(receive)
         glance = self._glance(rules, body, request.priority)
         request.level, request.reading, request.user, has_media = glance
-        token = incoming.set(request)
-        try:
-            if has_media:  # it would hold a slot while a picture is fetched
-                await self._app(scope, receive, send)
-            else:
-                await self._in_turn(request, scope, receive, send)
-        finally:
-            incoming.reset(token)
+        if has_media:  # it would hold a slot while a picture is fetched
+            await self._app(scope, receive, send)
+        else:
+            await self._in_turn(request, scope, receive, send)
 
     @guarded(lambda *args: None)
     def _rules(self, scope: Any) -> Any:
