@@ -26,7 +26,7 @@ from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.eviction.retention import PreemptionKind
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState
-from vllm_semantic_sched.policy.overload.refusal import DROPPED, Refusal
+from vllm_semantic_sched.policy.overload.refusal import DROPPED
 from vllm_semantic_sched.policy.profile.formula import AUTO, EngineProfile
 from vllm_semantic_sched.policy.step import SchedulingStep
 
@@ -232,11 +232,6 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         with self.preemptions.because("reset"):
             return super().reset_prefix_cache(*args, **kwargs)
 
-    def refuse(self, request_id: str, refusal: Refusal) -> bool:
-        """End a waiting or running request with a code that its client sees, on the engine's
-        thread; False if there is none, or it cannot be refused (pooling, streamed input)."""
-        return self._endings.refuse(request_id, refusal)
-
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
@@ -284,7 +279,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             job = self.jobs[request.request_id]
             plan = self.preemptions.begin(job, request, keep_kv and not self.observing)
             if plan.kind is PreemptionKind.DROP:
-                self.refuse(request.request_id, DROPPED)  # once it is back in the queue
+                self._endings.refuse(request.request_id, DROPPED)  # once it is back in the queue
 
     def on_new_request(self, request: Request) -> None:
         self.arrivals.prepare(request)

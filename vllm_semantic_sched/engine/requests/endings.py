@@ -87,7 +87,8 @@ class Endings:
         return request.sampling_params is not None and not request.resumable
 
     def refuse(self, request_id: str, refusal: Refusal) -> bool:
-        """End a waiting or running request, and count it; see `SemanticScheduler.refuse`."""
+        """End a waiting or running request with a code that its client sees, and count it; False if
+        there is none, or it cannot be refused (`can_end`)."""
         job: Job | None = self._scheduler.jobs.get(request_id)
         if not self._end(request_id, refusal):
             return False
