@@ -197,8 +197,6 @@ class _File(RotatingFileHandler):
     """A rotating file whose errors are raised instead of printed. Nobody else can read it, and old
     parts are deleted: it says who asked for urgent help, and when."""
 
-    _head: int | None = None
-
     def _open(self) -> Any:
         file = os.open(self.baseFilename, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         os.fchmod(file, 0o600)
@@ -229,10 +227,9 @@ class _File(RotatingFileHandler):
 
     def note_last(self, digest: str) -> None:
         """Note the last hash in PATH.head, so that lines missing at the end are found."""
-        if self._head is None:
-            name = f"{self.baseFilename}.head"
-            self._head = os.open(name, os.O_WRONLY | os.O_CREAT, 0o600)
-        os.pwrite(self._head, f"{digest}\n".encode(), 0)
+        head = os.open(f"{self.baseFilename}.head", os.O_WRONLY | os.O_CREAT, 0o600)
+        with os.fdopen(head, "w") as file:  # in place: never empty
+            file.write(f"{digest}\n")
 
     def noted_last(self) -> str:
         """The hash that was noted last; empty if none was."""
@@ -252,12 +249,6 @@ class _File(RotatingFileHandler):
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 return str(json.loads(line)["chain"]), bool(rest)
         return "", bool(rest)
-
-    def close(self) -> None:
-        super().close()
-        if self._head is not None:
-            os.close(self._head)
-            self._head = None
 
     def reopen(self) -> None:
         """Discard what could not be written; the next write opens the file again."""
