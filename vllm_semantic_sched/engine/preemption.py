@@ -24,8 +24,6 @@ from vllm_semantic_sched.policy.profile.cost import loads_beside_steps, saves_be
 
 @dataclass(slots=True)
 class _Victim:
-    """A preempted request."""
-
     plan: PreemptionPlan
     kv_tokens: int  # those whose KV it had
     since: float = 0.0  # when it began to restore them, on the monotonic clock

@@ -122,7 +122,7 @@ class SwappingEngine:
         part = self.random.randint(0, tokens // BLOCK) * BLOCK
         end = self.random.choice((tokens, tokens, part))
         fits = self.ledger.pool.free >= -(-end // BLOCK)
-        keep = self.ledger.kept.add if self.random.random() < 0.5 else None
+        keep = list if self.random.random() < 0.5 else None
         if end:
             assert self.ledger.save(name, [table], 0, end, same, keep) == fits
         kept = table[: -(-end // BLOCK)] if fits and keep else []
@@ -187,7 +187,7 @@ class SwappingEngine:
         self.ledger.load_finished(list(self.loading))
         self.step()
         self.reset()
-        assert self.ledger.pool.used == 0 == len(self.ledger.kept) and not self.kept_blocks()
+        assert self.ledger.pool.used == 0 == len(self.ledger.kept._kept) and not self.kept_blocks()
 
 
 @settings(max_examples=100)

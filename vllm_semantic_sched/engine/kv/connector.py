@@ -123,7 +123,7 @@ class SemanticSwapConnector(vllm_api.KVConnector):
         gib = self.slots * sum(region.shape[1] for region in regions) / 2**30
         logger.info("KV swap: %d blocks, %.2f GiB of host memory.", self.slots, gib)
 
-    @guarded(recovery.nothing)
+    @guarded(lambda self: None)
     def get_handshake_metadata(self) -> vllm_api.KVConnectorHandshakeMetadata | None:
         # Only of a failure: a MultiConnector passes on the first metadata that it gets.
         return self._failed_proof
@@ -207,11 +207,9 @@ class SemanticSwapConnector(vllm_api.KVConnector):
         def unchanged() -> bool:  # a session may remove tokens
             return fingerprint() == saved
 
-        def keep(numbers: list[int]) -> int:
-            return self.ledger.kept.add(vllm_api.keep_blocks(self.cache_manager, request, numbers))
-
         name = request.request_id
-        return self.ledger.save(name, blocks, start, end, unchanged, keep if beside else None)
+        keep = partial(vllm_api.keep_blocks, self.cache_manager, request) if beside else None
+        return self.ledger.save(name, blocks, start, end, unchanged, keep)
 
     @guarded(recovery.no_copy)
     def get_num_new_matched_tokens(

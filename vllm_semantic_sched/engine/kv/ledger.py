@@ -110,9 +110,6 @@ class KeptBlocks:
         self._kept: dict[int, tuple[Any, int]] = {}
         self._numbers = itertools.count(1)
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def add(self, blocks: Any) -> int:
         """Take over blocks; the number of their save."""
         number = next(self._numbers)
@@ -168,12 +165,12 @@ class SwapLedger:
         start: int,
         end: int,
         still_valid: Callable[[], bool],
-        keep: Callable[[list[int]], int] | None = None,
+        keep: Callable[[list[int]], Any] | None = None,
     ) -> bool:
         """Order a save of KV for tokens `start` (at the beginning of a block) to `end` in the
         coming step; False, and no order, if the pool has too few free slots. `blocks`: the
-        request's block table, by group. `keep`: keeps blocks allocated (`KeptBlocks.add`) for a
-        save beside steps."""
+        request's block table, by group. `keep`: for a save beside steps, keeps blocks allocated,
+        and returns them as `KeptBlocks` frees them."""
         self.release(request_id)
         places = self._places(blocks, start, end)
         taken = self.pool.allocate(len(places))
@@ -183,7 +180,7 @@ class SwapLedger:
         self.saved[request_id] = HostCopy(start, end, still_valid, slots, taken)
         save = Transfer(request_id, list(places.values()), taken)
         if keep is not None:
-            save.beside, save.number = True, keep(save.device)
+            save.beside, save.number = True, self.kept.add(keep(save.device))
         self._orders.saves.append(save)
         return True
 

@@ -197,7 +197,3 @@ def only_failures(self: Any) -> Any:
     """No seconds, but the copies that were not made, and all saves."""
     self.failed.drain(self.backend)
     return self.failed.report()
-
-
-def nothing(*args: Any, **kwargs: Any) -> Any:
-    pass
