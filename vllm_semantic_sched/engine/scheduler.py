@@ -357,7 +357,9 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             return None
         engine = self.vllm_config.parallel_config.data_parallel_index
         return EventLog(
-            *(settings, engine, lambda: core.policy.tier_names, logger),
+            settings,
+            engine,
+            lambda: core.policy.tier_names,
             policy_hash=lambda: self.live_policy.version.fingerprint,
             model=core.policy.predictor.model if core.policy.reads(hinted=False) else "",
         )

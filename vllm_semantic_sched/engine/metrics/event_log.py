@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import os
 import threading
 import time
@@ -12,6 +11,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
+from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.policy.config.overload import Events
 from vllm_semantic_sched.policy.events import Chain, Event, hash_ids
@@ -49,7 +49,6 @@ class EventLog(Listener):
         settings: Events,
         engine: int,
         tier_names: Callable[[], tuple[str, ...]],
-        logger: logging.Logger,
         policy_hash: Callable[[], str] = lambda: "",
         model: str | None = "",
     ) -> None:
@@ -69,7 +68,6 @@ class EventLog(Listener):
         self._model = model
         self._engine = engine
         self._tier_names = tier_names
-        self._logger = logger
         self._events: deque[Event] = deque()
         self._next_engine = 0.0
         # One thread writes each of these, the other reads it.
@@ -160,7 +158,7 @@ class EventLog(Listener):
             self._resumes, self._told, self._torn = None, dropped, False
         except Exception as error:  # keep trying: space may be freed
             if not self._failed:
-                self._logger.error(
+                logger.error(
                     "Semantic scheduling: the event log %s cannot be written: %s. Lost lines are "
                     "counted in semsched:event_log_dropped_total.",
                     self.path,
