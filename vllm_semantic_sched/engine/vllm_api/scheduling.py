@@ -1,6 +1,5 @@
 """vLLM's scheduler: its private methods, its queues, limits and seats."""
 
-import logging
 import time
 from collections.abc import Set
 from typing import Any
@@ -11,9 +10,8 @@ from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy, cre
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.vllm_api import capabilities
-
-logger = logging.getLogger("vllm.semantic_sched")
 
 
 class HookedScheduler(Scheduler):
