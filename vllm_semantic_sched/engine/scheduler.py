@@ -199,8 +199,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         *args: Any,
         **kwargs: Any,
     ) -> dict[int, vllm_api.EngineCoreOutputs]:
-        observing = self.observing
-        if not observing:
+        if not self.observing:
             with self.guard("timing steps"):
                 step = self.step_clock.finished(scheduler_output, time.monotonic())
                 if step is not None:
@@ -216,7 +215,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                     del starting[job]
                 elif request.num_output_tokens:
                     self.step.first_token(self.view, job)
-        if not observing:
+        if not self.observing:
             with self.guard("timing resumptions"):
                 self.preemptions.watch(self.jobs)
         with self.guard("telling clients of refused requests"):
@@ -294,7 +293,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                 if job.generated:
                     self.core.lifecycle.first_token(job)
                 refusal = self._endings.refusal
-                end = end_of(request, refusal, self.predictions.decode)
+                end = end_of(request, refusal, self.predictions.tokenizer)
                 taker = None if refusal is None else refusal.beneficiary
                 self.core.finish(job, *end, taker)
                 if self._event_log is not None:

@@ -122,12 +122,9 @@ class Arrivals:
         stated = stated_length(params)
         reads = submitted or self.predictions.reads(request, hint, stated.exact)
         passed, forgery = read_passed(extra_args)
-        text, provisional = "", None
+        provisional, awaits_prediction = None, False
         if reads:
-            text, provisional = self.predictions.first_reading(request, passed)
-        awaits_prediction = submitted or (
-            reads and self.predictions.submit(request_id, hint, text, provisional)
-        )
+            provisional, awaits_prediction = self.predictions.read(request, hint, passed, submitted)
         if reads and not awaits_prediction:  # the predictor's queue is full
             problems["unread_prompts"] = None
         if hint.problem:
