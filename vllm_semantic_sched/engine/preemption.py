@@ -126,7 +126,7 @@ class Preemptions:
         away = self._away.pop(request.request_id, None)
         if away is None:
             return
-        loaded = self.connector and self.connector.ledger.take_loaded(request.request_id)
+        loaded = self.connector and self.connector.ledger.loaded.pop(request.request_id, None)
         present = min(away.kv_tokens, vllm_api.tokens_with_kv(request))
         count = self._counters.add
         tokens = min(loaded.tokens, present) if loaded else 0

@@ -236,7 +236,7 @@ def test_unused_copy_is_freed() -> None:
     save(ledger, "a", 10)
     ledger.take_orders()
     ledger.admitted("a", [[1, 2, 3]], 0, 11)
-    assert (ledger.pool.used, "a" in ledger.saved, ledger.take_loaded("a")) == (0, False, None)
+    assert (ledger.pool.used, "a" in ledger.saved, "a" in ledger.loaded) == (0, False, False)
 
 
 def test_save_of_overwritten_blocks_is_abandoned() -> None:

@@ -141,9 +141,11 @@ class SemanticSwapConnector(vllm_api.KVConnector):
         metadata = self.step_metadata
         assert isinstance(metadata, SwapMetadata)
         for load in _one_by_one(metadata.orders.loads):
-            if self.failed.can_load(load):
+            if self.failed.unsaved.isdisjoint(load.slots):
                 key = load.request_id if load.beside else None
                 self.backend.load(load.device, load.host, key)
+            else:
+                self.failed.give_up(load)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass

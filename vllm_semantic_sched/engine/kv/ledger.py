@@ -152,7 +152,7 @@ class SwapLedger:
         self.loading: dict[str, HostCopy] = {}  # beside steps, not reported by the workers yet
         self._block_sizes = tuple(block_sizes)
         self._spent: list[HostCopy] = []
-        self._loaded: dict[str, Loaded] = {}
+        self.loaded: dict[str, Loaded] = {}  # the last load ordered, by request, until it is seated
         self._orders = Orders()
 
     def __len__(self) -> int:
@@ -227,7 +227,7 @@ class SwapLedger:
         load = Transfer(request_id, [block for block, _ in saved], slots, beside)
         # From here on nothing can fail: the copy stays, or its load is ordered.
         del self.saved[request_id]
-        self._loaded[request_id] = Loaded(count, time.monotonic())
+        self.loaded[request_id] = Loaded(count, time.monotonic())
         self._orders.loads.append(load)
         if beside:
             self.loading[request_id] = copy
@@ -255,10 +255,6 @@ class SwapLedger:
         for copy in self.saved.values():
             copy.still_valid = lambda: False
 
-    def take_loaded(self, request_id: str) -> Loaded | None:
-        """Remove and return the last load ordered for a request."""
-        return self._loaded.pop(request_id, None)
-
     def load_finished(self, request_ids: Iterable[str]) -> None:
         """Free the slots of loads finished beside steps; unknown ids are ignored."""
         for request_id in request_ids:
@@ -268,7 +264,7 @@ class SwapLedger:
 
     def release(self, request_id: str) -> None:
         """Forget a request's copy, if any. A load in flight continues."""
-        self._loaded.pop(request_id, None)
+        self.loaded.pop(request_id, None)
         copy = self.saved.pop(request_id, None)
         if copy is None:
             return

@@ -72,13 +72,6 @@ class FailedCopies:
     # The last request whose copy vLLM asked for, and its tokens on the device.
     asked: tuple[str, int] = ("", 0)
 
-    def can_load(self, load: Transfer) -> bool:
-        """Whether the host has what is to be loaded; the load is given up if not."""
-        if self.unsaved.isdisjoint(load.slots):
-            return True
-        self.give_up(load)
-        return False
-
     def give_up(self, load: Transfer) -> None:
         """Note a load that was not made."""
         self.blocks.update(load.device)
