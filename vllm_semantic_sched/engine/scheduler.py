@@ -280,8 +280,11 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             if plan.kind is PreemptionKind.DROP:
                 self._endings.refuse(request.request_id, DROPPED)  # once it is back in the queue
 
-    def on_new_request(self, request: Request) -> None:
-        self.arrivals.prepare(request)
+    def preprocess_request(self, request: Request) -> None:
+        try:
+            self.arrivals.prepare(request)
+        except Exception:  # it is read on arrival
+            logger.debug("Semantic scheduling could not read a request ahead.", exc_info=True)
 
     def before_free(self, request: Request) -> None:
         job = self.jobs.pop(request.request_id, None)

@@ -10,7 +10,6 @@ from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy, cre
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.vllm_api import capabilities
 
 
@@ -27,9 +26,9 @@ class HookedScheduler(Scheduler):
     def before_free(self, request: Request) -> None:
         """Called when a request has finished, before vLLM frees its resources."""
 
-    def on_new_request(self, request: Request) -> None:
+    def preprocess_request(self, request: Request) -> None:
         """Called where vLLM has just built a request: in a server on the input thread, beside the
-        model's steps. If it raises, vLLM goes on without it."""
+        model's steps. Must not raise."""
 
     if capabilities.HOOKS.preempt_for_waiting:
 
@@ -57,12 +56,6 @@ class HookedScheduler(Scheduler):
             # vLLM drops stale output when it resets the cache, and then no KV may be kept.
             self.before_preemption(request, keep_kv=not drop_stale_output)
             super()._preempt_request(request, timestamp, drop_stale_output, **kwargs)
-
-    def preprocess_request(self, request: Request) -> None:
-        try:
-            self.on_new_request(request)
-        except Exception:
-            logger.debug("Semantic scheduling could not read a request ahead.", exc_info=True)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self.before_free(request)
