@@ -71,6 +71,9 @@ class SemanticSwapConnector(vllm_api.KVConnector):
         PolicyError: at construction, if `kv_connector_extra_config` is invalid.
     """
 
+    requires_kv_delivery = False  # a lost copy is recomputed
+    requires_deferred_block_free = False  # see Preemptions
+
     def __init__(
         self,
         vllm_config: vllm_api.VllmConfig,
@@ -93,14 +96,6 @@ class SemanticSwapConnector(vllm_api.KVConnector):
         self.failures: Counter[str] = Counter()  # exceptions that were caught, by method
         self.failed = recovery.FailedCopies()
         self._failed_proof: FailedProof | None = None
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return False  # a lost copy is recomputed
-
-    @property
-    def requires_deferred_block_free(self) -> bool:
-        return False  # see Preemptions
 
     def refuse_copies(self, reason: str) -> None:
         """Swap no KV: it will be recomputed."""

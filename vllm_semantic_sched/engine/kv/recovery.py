@@ -140,7 +140,7 @@ def nothing_ordered(self: Any, *args: Any, **kwargs: Any) -> KVConnectorMetadata
     orders = self.ledger.cancel_orders()
     for load in orders.loads:
         self.failed.give_up(load)
-        self.failed.loaded.add(load.request_id)
+    self.failed.loaded.update(load.request_id for load in orders.loads if load.beside)
     for save in orders.saves:
         _forget(self, save.request_id, save.number)
     return SwapMetadata(Orders())
