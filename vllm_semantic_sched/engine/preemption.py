@@ -153,7 +153,6 @@ class Preemptions:
                 self._counters.add("resume_seconds", (kind, "measured"), elapsed)
 
     def finished(self, request: Request) -> None:
-        """Record that a request has ended."""
         away = self._away.pop(request.request_id, None)
         if away is not None:
             self._counters.add("abandoned_tokens", count=away.kv_tokens)

@@ -33,8 +33,6 @@ def parts_of(text: str) -> list[str]:
 
 @dataclass(eq=False)
 class Look:
-    """A second look at one request."""
-
     request_id: str
     level: int  # lower after a part has raised it
     text: Callable[[], str]  # gives the prompt
