@@ -126,7 +126,8 @@ class Preemptions:
         away = self._away.pop(request.request_id, None)
         if away is None:
             return
-        loaded = self.connector and self.connector.ledger.loaded.pop(request.request_id, None)
+        connector = self.connector
+        loaded = connector.ledger.loaded.pop(request.request_id, None) if connector else None
         present = min(away.kv_tokens, vllm_api.tokens_with_kv(request))
         count = self._counters.add
         tokens = min(loaded.tokens, present) if loaded else 0

@@ -118,7 +118,7 @@ class SemanticSwapConnector(vllm_api.KVConnector):
         gib = self.slots * sum(region.shape[1] for region in regions) / 2**30
         logger.info("KV swap: %d blocks, %.2f GiB of host memory.", self.slots, gib)
 
-    @guarded(lambda self: None)
+    @guarded(recovery.nothing)
     def get_handshake_metadata(self) -> vllm_api.KVConnectorHandshakeMetadata | None:
         # Only of a failure: a MultiConnector passes on the first metadata that it gets.
         return self._failed_proof
