@@ -99,7 +99,7 @@ class Dispatch:
             return
         self._placement = Placement(engines, levels)
         siblings = state_of(self._app).siblings
-        fits = siblings is not None and (siblings.engines, siblings.levels) == (engines, levels)
+        fits = siblings is not None and siblings.shape == (engines, levels)
         self._siblings = siblings if fits else None
 
 

@@ -18,8 +18,7 @@ class Siblings:
     only, number by number, so no lock is needed; those of the others may be a moment old."""
 
     def __init__(self, path: Path, servers: int, rank: int, engines: int, levels: int) -> None:
-        self.engines = engines
-        self.levels = levels
+        self.shape = engines, levels
         count = 1 + servers + servers * engines * levels
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:

@@ -161,8 +161,6 @@ def recompute_unloaded(
 
 
 class KVConnector(KVConnectorBase_V1, SupportsHMA):
-    """Base of a KV connector."""
-
     @property
     def step_metadata(self) -> KVConnectorMetadata:
         """What the scheduler's side sent for this step; only on a worker."""
