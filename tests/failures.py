@@ -27,11 +27,11 @@ MAY_FAIL = (
 COPIES_MAY_FAIL = (
     *(f"scheduler.connector.ledger.{name}" for name in ("loadable", "admitted", "take_orders")),
     *(f"scheduler.connector.ledger.{name}" for name in ("load_finished", "release")),
-    *(f"worker.backend.{name}" for name in ("save", "save_beside", "load", "load_beside")),
+    *(f"worker.backend.{name}" for name in ("save", "save beside", "load", "load beside")),
     *(f"worker.backend.{name}" for name in ("finished", "saved", "take_seconds")),
     "scheduler.connector.ledger.kept.saved",
 )
-"""As paths from an engine with the worker in reach."""
+"""As paths from an engine with the worker in reach; `beside` its steps."""
 
 
 def method_of(scheduler: Any, path: str) -> tuple[Any, str]:

@@ -24,8 +24,8 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_semantic_sched import Middleware
 from vllm_semantic_sched.cli.console import make_console, make_table
-from vllm_semantic_sched.engine.http.incoming import LARGEST_BODY, ServerState
-from vllm_semantic_sched.engine.http.preparation import GlanceRules
+from vllm_semantic_sched.engine.http.incoming import ServerState
+from vllm_semantic_sched.engine.http.preparation import LARGEST_BODY, GlanceRules
 from vllm_semantic_sched.policy.config import Policy
 
 PATH = "/v1/chat/completions"

@@ -81,7 +81,7 @@ def check_copies(device: str, wait: Callable[[], None]) -> bool:
         chosen, host = torch.randperm(blocks)[:slots].tolist(), [range(slots)]
 
         def both(backend: Any = backend, chosen: Any = chosen, host: Any = host) -> None:
-            backend.load_beside("load", chosen, host)
+            backend.load(chosen, host, "load")
             products()
 
         moved = slots * size * count / 1e9

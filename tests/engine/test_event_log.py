@@ -28,7 +28,7 @@ NAMES = ("gold", "silver", "bronze")
 
 def make_log(path, engine: int = 0, **settings) -> EventLog:
     section = Events(path=str(path), **settings)
-    return EventLog(section, engine, lambda: NAMES, logging.getLogger("test"))
+    return EventLog(section, engine, lambda: NAMES)
 
 
 def transition(number: int, state=JobState.RUNNING) -> Transition:
@@ -121,7 +121,8 @@ def test_hanging_disk_drops_lines_and_does_not_block(tmp_path, monkeypatch) -> N
     assert audit.whole and any("lost" in finding.text for finding in audit.findings)
 
 
-def test_full_disk_is_counted_and_does_not_stop_the_log(caplog) -> None:
+def test_full_disk_is_counted_and_does_not_stop_the_log(caplog, monkeypatch) -> None:
+    monkeypatch.setattr(event_log, "logger", logging.getLogger("test"))
     log = make_log("/dev/full")
     for number in range(300):
         log.moved(transition(number))

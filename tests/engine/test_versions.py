@@ -72,7 +72,7 @@ def test_refusal_reaches_the_client_of_an_api_server(scheduler) -> None:
     queue = RequestOutputCollector(params.output_kind, "r")
     processor.add_request(new, None, queue=queue)
     scheduler.add_request(make_request("r"))
-    assert scheduler.refuse("r", full)
+    assert scheduler._endings.refuse("r", full)
     output = scheduler.schedule()
     (outputs,) = scheduler.update_from_output(output, model_output(scheduler, output)).values()
     processor.process_outputs(outputs.outputs)

@@ -1,7 +1,6 @@
 """`semsched trace verify`: no change of a log goes unnoticed, and its gaps are marked."""
 
 import json
-import logging
 import random
 import stat
 import time
@@ -22,9 +21,7 @@ from vllm_semantic_sched.policy.lifecycle import Transition
 
 def write(path: Path, count: int = 100, first: int = 0, engine: int = 0, **settings) -> EventLog:
     """A closed log with so many requests."""
-    log = EventLog(
-        Events(path=str(path), **settings), engine, lambda: ("a", "b"), logging.getLogger("test")
-    )
+    log = EventLog(Events(path=str(path), **settings), engine, lambda: ("a", "b"))
     for number in range(first, first + count):
         job = make_job(number % 2, request_id=f"cmpl-{number:03}-0-0a1b2c3d", tenant="acme")
         log.moved(Transition(job, None, JobState.WAITING, time.monotonic()))

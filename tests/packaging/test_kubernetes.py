@@ -17,7 +17,7 @@ from monitoring import selectors
 
 from vllm_semantic_sched.cli import main
 from vllm_semantic_sched.engine.http.admin import PREFIX, probes
-from vllm_semantic_sched.engine.http.incoming import asks_for_completion
+from vllm_semantic_sched.engine.http.preparation import asks_for_completion
 from vllm_semantic_sched.engine.metrics.table import GAUGES
 from vllm_semantic_sched.policy.config import load_policy
 

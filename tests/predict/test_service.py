@@ -78,7 +78,14 @@ def start(monkeypatch):
     yield build
     for service in services:
         service.close()
-    assert not any(process.up for process in processes), "a predictor process was left behind"
+    running = [process for process in processes if process.poll() is None]
+    assert not running, "a predictor process was left behind"
+
+
+def has_stopped(service: PredictionService, seconds: float = 5) -> bool:
+    """Whether the service's thread stops within so many seconds."""
+    service._thread.join(seconds)
+    return not service._thread.is_alive()
 
 
 def exists(process_id: int) -> bool:
@@ -164,7 +171,7 @@ def test_known_prompt_is_answered_from_memory_at_once(start) -> None:
     service = start(max_batch=1)
     service.submit("a", "help")
     first = wait_for(service, 1)["a"]
-    os.kill(service.process_id, signal.SIGSTOP)  # cannot read it again
+    os.kill(service._process.pid, signal.SIGSTOP)  # cannot read it again
     assert service.submit("b", "help")
     assert service.drain() == [("b", first)]
     assert service.cached == 1 and service.pending == 0
@@ -192,7 +199,7 @@ def test_memory_drops_the_least_recently_used_and_can_be_off(start) -> None:
     assert was_read("c")  # in place of b
     assert not was_read("a") and not was_read("c")
     assert was_read("b")
-    assert service.remembered == 2
+    assert len(service._memory) == 2
 
     service = start(max_batch=1, cache_size=0)
     assert was_read("a") and was_read("a")
@@ -208,7 +215,7 @@ def test_failures_are_not_remembered(start) -> None:
 
 def test_stuck_predictor_is_replaced_without_blocking_submit(start) -> None:
     service = start(max_batch=1, timeout=1.0)
-    stuck = service.process_id
+    stuck = service._process.pid
     service.submit("a", "hang")
     service.submit("b", "help")
     assert service.pending == 2, "submitting waited"
@@ -219,7 +226,7 @@ def test_stuck_predictor_is_replaced_without_blocking_submit(start) -> None:
 
 def test_predictor_stopped_by_a_signal_is_replaced_during_a_large_write(start) -> None:
     service = start(max_batch=1, timeout=0.5)
-    os.kill(service.process_id, signal.SIGSTOP)
+    os.kill(service._process.pid, signal.SIGSTOP)
     # More than a pipe holds: the write blocks, not the read.
     service.submit("a", "x" * 300_000)
     assert wait_for(service, 1)["a"] is None
@@ -250,7 +257,7 @@ def test_added_latency_delays_a_batch_and_ends_with_the_service(start) -> None:
     time.sleep(0.2)  # it has been read by now
     assert service.drain() == []
     service.close()
-    assert service.join(5)
+    assert has_stopped(service)
 
 
 def test_closing_ends_a_wait_between_restarts(start) -> None:
@@ -258,7 +265,7 @@ def test_closing_ends_a_wait_between_restarts(start) -> None:
     service.submit("a", "die")
     wait_for(service, 1)
     service.close()
-    assert service.join(5)
+    assert has_stopped(service)
 
 
 def test_closing_while_a_new_process_loads_leaves_no_process(start, tmp_path) -> None:
@@ -272,7 +279,7 @@ def test_closing_while_a_new_process_loads_leaves_no_process(start, tmp_path) ->
         assert time.monotonic() < deadline
         time.sleep(0.005)
     service.close()
-    assert service.join(5) and not service.up
+    assert has_stopped(service) and not service.up
 
 
 def test_closing_during_a_restart_leaves_no_process(start, monkeypatch) -> None:
@@ -286,7 +293,7 @@ def test_closing_during_a_restart_leaves_no_process(start, monkeypatch) -> None:
 
     monkeypatch.setattr(service_module, "PredictorProcess", launch_too_late)
     service.submit("a", "die")
-    assert service.join(10) and service.restarts == 1
+    assert has_stopped(service, 10) and service.restarts == 1
 
 
 def test_error_answer_affects_only_its_batch(start) -> None:

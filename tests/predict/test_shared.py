@@ -124,7 +124,7 @@ def recover(service: PredictionService) -> None:
 
 def test_death_of_the_first_one_or_of_the_worker_is_repaired(start, starts) -> None:
     one, other = start(), start()
-    os.kill(one.process_id, signal.SIGKILL)
+    os.kill(one._process.pid, signal.SIGKILL)
     (worker,) = started(starts)
     wait_until(lambda: not runs(worker))  # it does not outlive those it works for
     recover(other)

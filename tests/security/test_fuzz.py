@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 
 from vllm_semantic_sched.engine.guard import logger
-from vllm_semantic_sched.engine.http.incoming import LARGEST_BODY, ServerState
+from vllm_semantic_sched.engine.http.incoming import ServerState
 from vllm_semantic_sched.engine.http.middleware import Refusals
-from vllm_semantic_sched.engine.http.preparation import GlanceRules, UrgentFirst
+from vllm_semantic_sched.engine.http.preparation import LARGEST_BODY, GlanceRules, UrgentFirst
 from vllm_semantic_sched.fleet.annotate.annotator import Annotator
 from vllm_semantic_sched.policy.config import Policy, parse_policy
 from vllm_semantic_sched.predict.instant import InstantReader

@@ -24,8 +24,6 @@ from vllm_semantic_sched.policy.profile.cost import loads_beside_steps, saves_be
 
 @dataclass(slots=True)
 class _Victim:
-    """A preempted request."""
-
     plan: PreemptionPlan
     kv_tokens: int  # those whose KV it had
     since: float = 0.0  # when it began to restore them, on the monotonic clock
@@ -128,7 +126,8 @@ class Preemptions:
         away = self._away.pop(request.request_id, None)
         if away is None:
             return
-        loaded = self.connector and self.connector.ledger.take_loaded(request.request_id)
+        connector = self.connector
+        loaded = connector.ledger.loaded.pop(request.request_id, None) if connector else None
         present = min(away.kv_tokens, vllm_api.tokens_with_kv(request))
         count = self._counters.add
         tokens = min(loaded.tokens, present) if loaded else 0
@@ -155,7 +154,6 @@ class Preemptions:
                 self._counters.add("resume_seconds", (kind, "measured"), elapsed)
 
     def finished(self, request: Request) -> None:
-        """Record that a request has ended."""
         away = self._away.pop(request.request_id, None)
         if away is not None:
             self._counters.add("abandoned_tokens", count=away.kv_tokens)

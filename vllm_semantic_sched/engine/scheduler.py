@@ -26,7 +26,7 @@ from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.eviction.retention import PreemptionKind
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState
-from vllm_semantic_sched.policy.overload.refusal import DROPPED, Refusal
+from vllm_semantic_sched.policy.overload.refusal import DROPPED
 from vllm_semantic_sched.policy.profile.formula import AUTO, EngineProfile
 from vllm_semantic_sched.policy.step import SchedulingStep
 
@@ -81,7 +81,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         core.lifecycle.later_listeners.append(RequestMetrics(core, self.counters))
         # Each group of layers has blocks of its own.
         blocks = vllm_api.total_kv_blocks(self) // vllm_api.kv_cache_groups(self)
-        capacity = EngineCapacity(vllm_api.total_seats(self), blocks, self.block_size)
+        capacity = EngineCapacity(self.max_num_running_reqs, blocks, self.block_size)
         core.set_capacity(capacity, 1 + self.num_spec_tokens)
         self._endings = Endings(self)
         self.preemptions = Preemptions(self, core, self._endings, self.counters)
@@ -199,8 +199,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         *args: Any,
         **kwargs: Any,
     ) -> dict[int, vllm_api.EngineCoreOutputs]:
-        observing = self.observing
-        if not observing:
+        if not self.observing:
             with self.guard("timing steps"):
                 step = self.step_clock.finished(scheduler_output, time.monotonic())
                 if step is not None:
@@ -216,7 +215,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                     del starting[job]
                 elif request.num_output_tokens:
                     self.step.first_token(self.view, job)
-        if not observing:
+        if not self.observing:
             with self.guard("timing resumptions"):
                 self.preemptions.watch(self.jobs)
         with self.guard("telling clients of refused requests"):
@@ -231,11 +230,6 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             self.preemptions.lose_copies(self.jobs)
         with self.preemptions.because("reset"):
             return super().reset_prefix_cache(*args, **kwargs)
-
-    def refuse(self, request_id: str, refusal: Refusal) -> bool:
-        """End a waiting or running request with a code that its client sees, on the engine's
-        thread; False if there is none, or it cannot be refused (pooling, streamed input)."""
-        return self._endings.refuse(request_id, refusal)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)
@@ -284,10 +278,13 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             job = self.jobs[request.request_id]
             plan = self.preemptions.begin(job, request, keep_kv and not self.observing)
             if plan.kind is PreemptionKind.DROP:
-                self.refuse(request.request_id, DROPPED)  # once it is back in the queue
+                self._endings.refuse(request.request_id, DROPPED)  # once it is back in the queue
 
-    def on_new_request(self, request: Request) -> None:
-        self.arrivals.prepare(request)
+    def preprocess_request(self, request: Request) -> None:
+        try:
+            self.arrivals.prepare(request)
+        except Exception:  # it is read on arrival
+            logger.debug("Semantic scheduling could not read a request ahead.", exc_info=True)
 
     def before_free(self, request: Request) -> None:
         job = self.jobs.pop(request.request_id, None)
@@ -299,7 +296,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                 if job.generated:
                     self.core.lifecycle.first_token(job)
                 refusal = self._endings.refusal
-                end = end_of(request, refusal, self.predictions.decode)
+                end = end_of(request, refusal, self.predictions.tokenizer)
                 taker = None if refusal is None else refusal.beneficiary
                 self.core.finish(job, *end, taker)
                 if self._event_log is not None:
@@ -362,7 +359,9 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             return None
         engine = self.vllm_config.parallel_config.data_parallel_index
         return EventLog(
-            *(settings, engine, lambda: core.policy.tier_names, logger),
+            settings,
+            engine,
+            lambda: core.policy.tier_names,
             policy_hash=lambda: self.live_policy.version.fingerprint,
             model=core.policy.predictor.model if core.policy.reads(hinted=False) else "",
         )

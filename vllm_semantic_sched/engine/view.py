@@ -70,7 +70,11 @@ class VllmView:
         return self.scheduler.pause_state is not PauseState.UNPAUSED
 
     def free_seats(self) -> int:
-        return vllm_api.free_seats(self.scheduler)
+        """Seats that waiting requests can take in the coming step; may be negative."""
+        scheduler = self.scheduler
+        taken = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
+        # vLLM seats waiting requests that hold blocks before all others.
+        return scheduler.max_num_active_reqs - taken - len(scheduler.kv_holding_waiting)
 
     def free_blocks(self) -> int:
         """Free blocks, less vLLM's watermark, less one for each running request that is about to
@@ -78,10 +82,11 @@ class VllmView:
         scheduler = self.scheduler
         block_size = scheduler.block_size
         starting = sum(one.num_computed_tokens % block_size == 0 for one in scheduler.running)
-        return vllm_api.free_kv_blocks(scheduler) - vllm_api.watermark_blocks(scheduler) - starting
+        free = vllm_api.free_kv_blocks(scheduler)
+        return free - scheduler.kv_cache_manager.watermark_blocks - starting
 
     def kv_use(self) -> float:
-        return vllm_api.kv_cache_usage(self.scheduler)
+        return self.scheduler.kv_cache_manager.usage
 
     def token_budget(self) -> float:
         return self.scheduler.max_num_scheduled_tokens
@@ -99,10 +104,7 @@ class VllmView:
         return vllm_api.blocks_needed(self.scheduler, self._request(job))
 
     def freeable_blocks(self, job: Job) -> int | None:
-        """Blocks that a running job does not share; None while a step in flight may write them."""
-        scheduler, request = self.scheduler, self._request(job)
-        free = vllm_api.blocks_can_be_freed(scheduler, request)
-        return vllm_api.blocks_freed_by(scheduler, request) if free else None
+        return vllm_api.freeable_blocks(self.scheduler, self._request(job))
 
     def preemption_seconds(self, job: Job) -> float:
         return self.preemptions.plan(job, self._request(job)).seconds

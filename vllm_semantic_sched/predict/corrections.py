@@ -13,8 +13,6 @@ _LARGEST = 10_000_000  # bytes, about 60,000 corrections; then the file is renam
 
 
 class Correction(NamedTuple):
-    """A correction."""
-
     time: float  # Unix
     probabilities: tuple[float, ...]  # as predicted, one per level
     level: int  # at which the request was served

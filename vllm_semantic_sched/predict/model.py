@@ -3,11 +3,13 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, URGENCY_LEVELS, buckets_of, weights_file
@@ -57,13 +59,10 @@ class WindowTokenizer:
 
     def pad(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Ids and mask of the rows, both (rows, longest row) int64; padding has mask 0."""
-        longest = max(len(row) for row in rows)
-        ids = torch.full((len(rows), longest), self._pad, dtype=torch.long)
-        mask = torch.zeros((len(rows), longest), dtype=torch.long)
-        for place, row in enumerate(rows):
-            ids[place, : len(row)] = torch.tensor(row, dtype=torch.long)
-            mask[place, : len(row)] = 1
-        return ids, mask
+        ids = [torch.tensor(row, dtype=torch.long) for row in rows]
+        masks = [torch.ones_like(row) for row in ids]
+        pad = partial(pad_sequence, batch_first=True)
+        return pad(ids, padding_value=self._pad), pad(masks)
 
     def _ids(self, texts: list[str], special: bool) -> list[list[int]]:
         encoded = self._tokenizer(texts, add_special_tokens=special, verbose=False)

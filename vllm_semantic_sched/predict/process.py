@@ -22,15 +22,6 @@ class PredictorProcess(subprocess.Popen[str]):
         pipe = subprocess.PIPE
         super().__init__(command, stdin=pipe, stdout=pipe, encoding="utf-8", errors="replace")
 
-    @property
-    def up(self) -> bool:
-        """Whether the process runs."""
-        return self.poll() is None
-
-    def stop(self) -> None:
-        """Kill the process; it holds no data that could be lost. A pending `read` raises."""
-        self._end(patience=0)
-
     def read(self, timeout: float, request: dict[str, Any] | None = None) -> dict[str, Any]:
         """Send `request`, if there is one, and read one message. PredictorError if none came within
         `timeout` seconds, the process ended, or it is not JSON. The process is killed then: a late
@@ -51,7 +42,7 @@ class PredictorProcess(subprocess.Popen[str]):
             watchdog.cancel()
         if not answer:
             late = time.monotonic() - begin >= timeout
-            status = self._end(_PATIENCE)
+            status = self.stop(_PATIENCE)
             if late:
                 raise PredictorError(f"no answer within {timeout:g} s; the process was killed")
             raise PredictorError(f"the predictor process ended with status {status}")
@@ -62,8 +53,9 @@ class PredictorProcess(subprocess.Popen[str]):
             raise PredictorError(f"not an answer: {answer[:80]!r}") from error
         return message
 
-    def _end(self, patience: float) -> int:
-        """Wait `patience` seconds for the process to end, then kill it; returns its exit status."""
+    def stop(self, patience: float = 0) -> int:
+        """Wait `patience` seconds for the process to end, then kill it: it holds no data that could
+        be lost. A pending `read` raises. Returns the exit status."""
         try:
             status = self.wait(patience)
         except subprocess.TimeoutExpired:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_text
@@ -32,24 +33,15 @@ def parts_of(text: str) -> list[str]:
 
 @dataclass(eq=False)
 class Look:
-    """A second look at one request."""
-
     request_id: str
     level: int  # lower after a part has raised it
     text: Callable[[], str]  # gives the prompt
-    parts: list[str] | None = None  # those not read yet; None before the first
     raised: bool = False  # whether a part has raised the level
 
-    def next_part(self) -> str | None:
-        """Take the next part to read; None if there is none left."""
-        if self.parts is None:
-            self.parts = parts_of(self.text())[::-1]
-        return self.parts.pop() if self.parts else None
-
-    def put_back(self, part: str) -> None:
-        """Return a part that was not read."""
-        assert self.parts is not None
-        self.parts.append(part)
+    @cached_property
+    def unread(self) -> list[str]:
+        """The parts that are still to be read, the next one last."""
+        return parts_of(self.text())[::-1]
 
 
 class SecondLooks(AddressableHeap[Look]):

@@ -74,7 +74,7 @@ class PredictionService:
         self._batch_ids = itertools.count()
         self._thread = threading.Thread(target=self._run, name="semsched-predict", daemon=True)
 
-    # For the scheduler; only `start`, `close` and `join` wait.
+    # For the scheduler; only `start` and `close` wait.
 
     def start(self, known: LengthBuckets | None = None) -> LengthBuckets | None:
         """Start the process and wait until its model is loaded; PredictorError says why it cannot
@@ -133,20 +133,10 @@ class PredictionService:
         return len(self._queue)
 
     @property
-    def remembered(self) -> int:
-        """Number of prompts whose prediction is in memory."""
-        return len(self._memory)
-
-    @property
     def up(self) -> bool:
         """Whether the process runs and has loaded its model."""
         process = self._process  # the service's thread may replace it meanwhile
-        return process is not None and self._loaded and process.up
-
-    @property
-    def process_id(self) -> int | None:
-        """The operating system's id of the current process; None without one."""
-        return None if (process := self._process) is None else process.pid
+        return process is not None and self._loaded and process.poll() is None
 
     def close(self) -> None:
         """Stop the process, and tell the thread to stop."""
@@ -154,11 +144,6 @@ class PredictionService:
             self._closing = True
             self._changed.notify()
         self._stop_process()
-
-    def join(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds for the thread to stop; whether it has stopped."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
 
     def _recall(self, request_id: str, prompt: _Prompt) -> bool:
         """Answer a prompt from memory if possible; the caller holds _changed."""
@@ -230,16 +215,14 @@ class PredictionService:
     def _next_part(self, look: Look) -> dict[str, _Prompt]:
         """The next part of a second look; none if a prompt has come, or no part is left."""
         try:
-            text = look.next_part()  # takes a moment: without the lock
+            text = look.unread[-1] if look.unread else None  # takes a moment: without the lock
         except Exception as error:
             self._logger.warning("No second look at a prompt: %s: %s", type(error).__name__, error)
             text = None
         with self._changed:
             if text is None:
                 self.second_looks.end(look)
-            elif self._queue:
-                look.put_back(text)
-            else:
+            elif not self._queue:
                 return {look.request_id: _Prompt(text, b"", look)}
         return {}
 
@@ -247,6 +230,7 @@ class PredictionService:
         """Apply the reading of a part; the caller holds _changed."""
         if look not in self.second_looks:  # its request has ended
             return
+        look.unread.pop()
         if prediction is not None and not prediction.unreadable:
             certain = self._settings.second_look.certain
             if (level := raised_level(prediction.urgency, look.level, certain)) is not None:

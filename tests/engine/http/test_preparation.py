@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_semantic_sched.engine.http.incoming import LARGEST_BODY, Incoming, ServerState
+from vllm_semantic_sched.engine.http.incoming import Incoming, ServerState, incoming
+from vllm_semantic_sched.engine.http.middleware import Refusals
 from vllm_semantic_sched.engine.http.preparation import (
+    LARGEST_BODY,
     GlanceRules,
     UrgentFirst,
     adopt_rules,
-    is_prepared,
     read_user,
 )
 from vllm_semantic_sched.policy.config import parse_policy
@@ -38,7 +39,7 @@ class Server:
     def __init__(self, rules=None) -> None:
         self.state = SimpleNamespace(semsched=ServerState(rules=rules))
         self.prepared = []
-        self.middleware = UrgentFirst(self.app)
+        self.middleware = Refusals(UrgentFirst(self.app))
 
     async def app(self, scope, receive, send):
         request = json.loads((await receive())["body"])
@@ -48,7 +49,8 @@ class Server:
         if request["prompt"] == "slow":
             await asyncio.sleep(0.3)
         self.prepared.append(request["prompt"])
-        is_prepared()
+        if (is_prepared := incoming.get().prepared) is not None:
+            is_prepared()
         await asyncio.sleep(0.5 if request["prompt"] == "long answer" else 0)
 
     async def post(self, raw):
@@ -142,7 +144,7 @@ def test_body_beyond_the_bound_is_not_held_back(rules) -> None:
             return {"type": "http.request", "body": chunk, "more_body": pulled < 64}
 
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "app": server}
-        await UrgentFirst(app)(scope, receive, None)
+        await Refusals(UrgentFirst(app))(scope, receive, None)
 
     asyncio.run(post())
     assert sum(sent) == 64 * 2**16

@@ -122,7 +122,7 @@ class SwapEngine:
             prompts: only the first so many, of which the last is urgent and late; 0: all at once.
             tokens: of each answer.
         """
-        from vllm_semantic_sched.engine.vllm_api import blocks_can_be_freed
+        from vllm_semantic_sched.engine.vllm_api import freeable_blocks
 
         chance = random.Random(seed)
         scheduler, counters = self.scheduler, self.scheduler.counters
@@ -140,7 +140,7 @@ class SwapEngine:
             if prompts and step == 4:
                 urgent = self.params(tokens, extra_args={"urgency": 0})
                 self.engine.add_request(names[-1], self.prompts[prompts - 1], urgent)
-            running = [r for r in scheduler.running if blocks_can_be_freed(scheduler, r)]
+            running = [r for r in scheduler.running if freeable_blocks(scheduler, r) is not None]
             if step % every == 0 and running:
                 with scheduler.guard("forcing a preemption"):
                     scheduler.preemptions.evict(chance.choice(running), "urgent")
@@ -176,7 +176,8 @@ class SwapEngine:
         handle = self.worker.handle_preemptions
 
         def handle_and_poison(metadata) -> None:
-            saved = [block for save in metadata.orders.saves for block in save.device]
+            saves = [save for save in metadata.orders.saves if not save.beside]
+            saved = [block for save in saves for block in save.device]
             handle(metadata)
             free = [block.block_id for block in self.pool.blocks if block.ref_cnt == 0]
             self.poison(sorted({*saved, *free}))
@@ -257,11 +258,11 @@ class SwapEngine:
         right = [answer[:tokens] for answer in self.right[:prompts]]
         paths = [*(f"scheduler.{path}" for path in MAY_FAIL), *COPIES_MAY_FAIL]
         for number, path in enumerate(paths * rounds):
-            beside = path.endswith(("_beside", "finished", "saved")) or (
+            beside = path.endswith((" beside", "finished", "saved")) or (
                 number % 2 == 1 and not path.endswith((".load", ".save"))
             )
             self.set("swap", max_stall=0.0 if beside else 1e9)
-            owner, name = method_of(self, path)
+            owner, name = method_of(self, path.removesuffix(" beside"))
             method, failures = getattr(owner, name), []
 
             def failing(*args, method=method, failures=failures, **kwargs):
@@ -306,7 +307,7 @@ class SwapEngine:
     def without_loading(self) -> dict:
         """Negative control."""
         self.set("swap")
-        with patch.object(self.worker.backend, "load", lambda device, host: None):
+        with patch.object(self.worker.backend, "load", lambda device, host, key: None):
             return self.chaos(seed=2)
 
     def saving_too_late(self) -> dict:

@@ -64,22 +64,18 @@ class Forgetful(CpuCopies):
         super().__init__(*args)
         self.left_out = left_out
 
-    def save(self, device, host) -> None:
+    def save(self, device, host, number=None) -> None:
         if self.left_out == "save":
             device, host = device[:-1], [range(host[0].start, host[0].stop - 1)]
-        super().save(device, host)
-
-    def load(self, device, host) -> None:
-        if self.left_out != "load":
-            super().load(device, host)
+        super().save(device, host, number)
 
     def saved(self) -> set[int]:
         return set() if self.left_out == "end of a save" else super().saved()
 
-    def load_beside(self, key, device, host) -> None:
-        if self.left_out != "end of a load":
-            super().load_beside(key, device, host)
-        if self.left_out == "beside":
+    def load(self, device, host, key=None) -> None:
+        if self.left_out != ("load" if key is None else "end of a load"):
+            super().load(device, host, key)
+        if key is not None and self.left_out == "beside":
             self.device[0][device] = 0
 
 
@@ -125,9 +121,9 @@ def test_non_contiguous_block_is_rejected() -> None:
 def test_copy_beside_steps_is_reported_once() -> None:
     cache = layer_cache("BHNC")
     copies = CpuCopies(block_regions([cache], BLOCKS), slots=2)
-    copies.load_beside("a", [1], [range(0, 1)])
+    copies.load([1], [range(0, 1)], "a")
     assert (copies.finished(), copies.finished()) == ({"a"}, set())
-    copies.save_beside(3, [1], [range(0, 1)])
+    copies.save([1], [range(0, 1)], 3)
     assert (copies.saved(), copies.saved()) == ({3}, set())
 
 
@@ -221,10 +217,10 @@ def test_cuda_copies_and_compute_wait_for_each_other() -> None:
     for cache, old in zip(caches, before, strict=True):
         assert torch.equal(cache[1], old[7]) and torch.equal(cache[3], old[2])
     cuda.log.clear()
-    copies.load_beside("a", [5], [range(4, 5)])
+    copies.load([5], [range(4, 5)], "a")
     assert cuda.log == [*around, "off side"]  # compute goes on
     cuda.log.clear()
-    copies.save_beside(3, [5], [range(4, 5)])
+    copies.save([5], [range(4, 5)], 3)
     assert cuda.log == [*around, "off side"]
     assert copies.finished() == copies.saved() == set()
     assert copies.take_seconds() == (0.0, 0.0)  # nothing has waited for the device

@@ -143,7 +143,7 @@ OF_FULL_SEATS = {
     "scheduler.core.eviction.worth_preempting",
     "scheduler.predictions.reads",
     "scheduler.view.needed_blocks",
-    "worker.backend.load_beside",
+    "worker.backend.load beside",
 }
 
 

@@ -23,7 +23,7 @@ from vllm_semantic_sched.engine.guard import guarded
 from vllm_semantic_sched.engine.kv import connector
 from vllm_semantic_sched.engine.kv.connector import FailedProof, SemanticSwapConnector
 from vllm_semantic_sched.engine.kv.ledger import HostPool
-from vllm_semantic_sched.engine.vllm_api import blocks_can_be_freed
+from vllm_semantic_sched.engine.vllm_api import freeable_blocks
 from vllm_semantic_sched.lab.bench.standalone import (
     BLOCK_SIZE,
     build_scheduler,
@@ -120,23 +120,20 @@ class FakeDevice:
         for block, slot in zip(device, chain(*host), strict=True):
             self.device[block] = list(self.host[slot])
 
-    def save(self, device, host) -> None:
-        self.saves["before"] += 1
-        self.end_copies(len(self.copying))  # copies are made in the order of their orders
-        self.copy_to_host(device, host)
+    def save(self, device, host, number=None) -> None:
+        self.saves["before" if number is None else "beside"] += 1
+        self.copy(number, self.copy_to_host, device, host)
 
-    def load(self, device, host) -> None:
-        self.end_copies(len(self.copying))
-        self.copy_to_device(device, host)
+    def load(self, device, host, key=None) -> None:
+        self.copy(key, self.copy_to_device, device, host)
 
-    def save_beside(self, number, device, host) -> None:
-        """Saves while the next step runs."""
-        self.saves["beside"] += 1
-        self.copying.append((number, self.copy_to_host, device, host))
-
-    def load_beside(self, key, device, host) -> None:
-        """Loads while the next step runs."""
-        self.copying.append((key, self.copy_to_device, device, host))
+    def copy(self, key, copy, device, host) -> None:
+        """At once, or with a key while the next step runs."""
+        if key is None:
+            self.end_copies(len(self.copying))  # copies are made in the order of their orders
+            copy(device, host)
+        else:
+            self.copying.append((key, copy, device, host))
 
     def finished(self) -> set[str]:
         return self.take_ended(str)
@@ -288,7 +285,7 @@ def test_preemptions_do_not_change_answers(
 
     def preempt(step: int) -> None:
         nonlocal forced
-        running = [r for r in scheduler.running if blocks_can_be_freed(scheduler, r)]
+        running = [r for r in scheduler.running if freeable_blocks(scheduler, r) is not None]
         # An answer has to get on between two preemptions.
         if step % (5 if asynchronous else 2) == 0 and running:
             scheduler.preemptions.evict(chance.choice(running), "urgent")

@@ -41,7 +41,7 @@ def assert_refused(output) -> None:
 
 def test_waiting_request_on_an_idle_engine_is_refused_at_once(scheduler) -> None:
     scheduler.add_request(make_request("r"))
-    assert scheduler.refuse("r", FULL)
+    assert scheduler._endings.refuse("r", FULL)
     assert scheduler.has_requests()  # else the engine would not step
     assert_refused(step(scheduler)["r"])
     assert not scheduler.requests and not scheduler.jobs
@@ -54,7 +54,7 @@ def test_refused_running_request_frees_its_kv(scheduler) -> None:
     scheduler.add_request(make_request("other", output_tokens=50))
     for _ in range(3):
         step(scheduler)
-    assert scheduler.refuse("r", FULL)
+    assert scheduler._endings.refuse("r", FULL)
     assert "r" not in [request.request_id for request in scheduler.running]
     outputs = step(scheduler)
     assert_refused(outputs["r"])
@@ -71,7 +71,7 @@ def test_request_refused_during_schedule_ends_right_after_it(scheduler) -> None:
     step(scheduler)
 
     def refuse(request, keep_kv):
-        assert scheduler.refuse(request.request_id, FULL)
+        assert scheduler._endings.refuse(request.request_id, FULL)
         assert request.request_id in scheduler.requests
 
     scheduler.before_preemption = refuse
@@ -88,7 +88,7 @@ def test_each_client_gets_its_own_refusals(scheduler) -> None:
         request = make_request(f"r{client}")
         request.client_index = client
         scheduler.add_request(request)
-        scheduler.refuse(f"r{client}", FULL)
+        scheduler._endings.refuse(f"r{client}", FULL)
     arranged = scheduler.schedule()
     outputs = scheduler.update_from_output(arranged, model_output(scheduler, arranged))
     for client in (0, 1, 2):
@@ -97,9 +97,9 @@ def test_each_client_gets_its_own_refusals(scheduler) -> None:
 
 def test_refusal_is_counted_once_by_code_and_tier(scheduler) -> None:
     scheduler.add_request(make_request("r", urgency=4))
-    assert scheduler.refuse("r", FULL)
-    assert not scheduler.refuse("r", FULL)
-    assert not scheduler.refuse("stranger", FULL)
+    assert scheduler._endings.refuse("r", FULL)
+    assert not scheduler._endings.refuse("r", FULL)
+    assert not scheduler._endings.refuse("stranger", FULL)
     assert scheduler.counters.total("refused", ("over_capacity", "4")) == 1
     assert scheduler.counters.total("ended_requests", ("4", "refused")) == 1
     assert len(step(scheduler)) == 1
@@ -108,7 +108,7 @@ def test_refusal_is_counted_once_by_code_and_tier(scheduler) -> None:
 def test_request_aborted_by_its_client_gets_no_answer(scheduler) -> None:
     scheduler.add_request(make_request("r"))
     scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
-    assert not scheduler.refuse("r", FULL)
+    assert not scheduler._endings.refuse("r", FULL)
     assert step(scheduler) == {}
 
 
@@ -116,4 +116,4 @@ def test_session_with_streamed_input_is_not_refused(scheduler) -> None:
     request = make_request("r")
     request.resumable = True
     scheduler.add_request(request)
-    assert not scheduler.refuse("r", FULL)
+    assert not scheduler._endings.refuse("r", FULL)

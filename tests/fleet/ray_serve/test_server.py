@@ -53,7 +53,7 @@ def module(monkeypatch):
 
     monkeypatch.setattr(module, "ask_engines", ask)
     monkeypatch.setattr("vllm_semantic_sched.engine.http.admin.ask_engines", ask)
-    monkeypatch.setattr(module.SemanticStatLogger, "publish_through_ray", lambda: None)
+    monkeypatch.setattr(module.SemanticStatLogger, "through_ray", False)
     monkeypatch.setattr(module, "_RELOAD_SECONDS", 0.02)
     return module
 

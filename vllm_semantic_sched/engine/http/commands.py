@@ -6,7 +6,6 @@ from collections import Counter
 from typing import Any
 
 from vllm_semantic_sched.engine.live_policy import CanaryDriver, LivePolicy
-from vllm_semantic_sched.engine.vllm_api import kv_cache_usage
 from vllm_semantic_sched.policy.canary import Plan
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.heap import stored_entries
@@ -57,7 +56,7 @@ def status(scheduler: Any) -> dict[str, Any]:
         "levels": [] if core is None else [by_level[level] for level in range(core.policy.levels)],
         "heap_entries": stored_entries(),
         "ready": core is None or scheduler.predictions.ready,
-        "kv_free": 1.0 - kv_cache_usage(scheduler),
+        "kv_free": 1.0 - scheduler.kv_cache_manager.usage,
         "policy": started if core is None else scheduler.live_policy.adopt(),
     }
 

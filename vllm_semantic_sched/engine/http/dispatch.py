@@ -22,7 +22,6 @@ class Dispatch:
     def __init__(self, app: Any) -> None:
         self._app = app
         self._placement = Placement(1, 1)
-        self._levels = 1
         self._siblings: Siblings | None = None
         self._guard = Guard(SemanticStatLogger.count_in_api_server)
 
@@ -96,11 +95,11 @@ class Dispatch:
 
     def _count_for(self, engines: int, levels: int) -> None:
         """Start to count, and again after vLLM has started or stopped engines."""
-        if (engines, levels) == (self._placement.engines, self._levels):
+        if (engines, levels) == (self._placement.engines, len(self._placement.ahead)):
             return
-        self._placement, self._levels = Placement(engines, levels), levels
+        self._placement = Placement(engines, levels)
         siblings = state_of(self._app).siblings
-        fits = siblings is not None and (siblings.engines, siblings.levels) == (engines, levels)
+        fits = siblings is not None and siblings.shape == (engines, levels)
         self._siblings = siblings if fits else None
 
 

@@ -1,9 +1,9 @@
-"""One HTTP request as the middleware knows it, from its headers and the bounded beginning of its
-body to the engine client's `generate`; and what is kept for an application."""
+"""One HTTP request as the middleware knows it, from its headers to the engine client's `generate`;
+and what is kept for an application."""
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -13,15 +13,10 @@ from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.overload.refusal import Refusal
 
 Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
 
 TENANT_HEADER = b"x-semsched-tenant"  # set by a gateway that has authenticated the client
 PLACEMENT_HEADER = b"x-semsched-placement"  # with the value `vllm`, vLLM chooses the engine
-# Bytes of a body that are read ahead. Larger ones hold pictures or whole books: parsing them twice
-# would cost milliseconds.
-LARGEST_BODY = 2**18
 _PRIORITY_HEADER = b"x-vllm-priority"  # vLLM's own
-_PATHS = ("/completions", "/responses")  # ends of those whose bodies are read ahead
 
 
 @dataclass(slots=True)
@@ -72,32 +67,6 @@ def state_of(app: Any) -> ServerState:
     if not isinstance(state, ServerState):
         state = app.state.semsched = ServerState()
     return state
-
-
-def asks_for_completion(scope: Any) -> bool:
-    """Whether an ASGI scope is a request whose body is read ahead: its text decides its turn."""
-    is_post = scope["type"] == "http" and scope["method"] == "POST"
-    return bool(is_post and scope["path"].endswith(_PATHS))
-
-
-async def read_ahead(receive: Receive) -> tuple[bytes | None, Receive]:
-    """Read a request until its body is complete, too long, or the client has left. Returns the
-    body, if it is complete and no longer than `LARGEST_BODY`, and what the application receives
-    from: all messages."""
-    messages: list[Message] = []
-    body, complete = bytearray(), False
-    while len(body) <= LARGEST_BODY and not complete:
-        messages.append(message := await receive())
-        if message["type"] != "http.request":
-            break
-        body += message.get("body", b"")
-        complete = not message.get("more_body", False)
-    messages.reverse()
-
-    async def replay() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return bytes(body) if complete and len(body) <= LARGEST_BODY else None, replay
 
 
 def tenant_arguments(extra: Any, user: Any, header: str | None) -> Any:

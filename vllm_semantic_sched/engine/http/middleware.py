@@ -16,7 +16,7 @@ from vllm_semantic_sched.engine.guard import guarded
 from vllm_semantic_sched.engine.http.admin import LONGEST_ID, add_routes
 from vllm_semantic_sched.engine.http.dispatch import Dispatch
 from vllm_semantic_sched.engine.http.incoming import Incoming, Message, incoming
-from vllm_semantic_sched.engine.http.preparation import UrgentFirst, is_prepared
+from vllm_semantic_sched.engine.http.preparation import UrgentFirst
 from vllm_semantic_sched.engine.vllm_api import GenerationError, Unauthorized
 from vllm_semantic_sched.policy.overload.refusal import Refusal, refusal_of
 
@@ -161,7 +161,8 @@ def watch(app: Any) -> None:
             leave()
 
     def watched(*args: Any, **kwargs: Any) -> Outputs:
-        is_prepared()
+        if (request := incoming.get()) is not None and request.prepared is not None:
+            request.prepared()
         request_id = args[2] if len(args) > 2 else kwargs.get("request_id", "")
         if isinstance(request_id, str) and len(request_id) > LONGEST_ID:
             raise ValueError(

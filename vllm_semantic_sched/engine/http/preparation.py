@@ -8,17 +8,12 @@ prepared, in the order of their hints or of the instant reader's levels.
 import asyncio
 import contextlib
 import json
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from vllm_semantic_sched.engine.guard import guarded, logged
-from vllm_semantic_sched.engine.http.incoming import (
-    Incoming,
-    asks_for_completion,
-    incoming,
-    read_ahead,
-    state_of,
-)
+from vllm_semantic_sched.engine.http.incoming import Incoming, Message, incoming, state_of
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.startup.settings import load_settings
 from vllm_semantic_sched.policy.config import Policy
@@ -31,16 +26,21 @@ _SLOTS = 2  # the second keeps the thread busy while the first waits for the tok
 _LONGEST = 0.05  # seconds after which a request that waits for something slow gives up its slot
 _PACKAGE = "vllm_semantic_sched."
 
+_PATHS = ("/completions", "/responses")  # ends of those whose bodies are read ahead
+# Bytes of a body that are read ahead. Larger ones hold pictures or whole books: parsing them twice
+# would cost milliseconds.
+LARGEST_BODY = 2**18
+
 # Bounds on the walk through a request, whatever a client has nested.
 _DEEPEST, _MOST_NODES = 8, 4096
 _FIRST, _LAST = 64, 448  # of the entries of a list: a chat's newest turn is its last
 
 _TEXT_PARTS = (None, "text", "input_text", "message")
 
+Receive = Callable[[], Awaitable[Message]]
+
 
 class Glance(NamedTuple):
-    """An HTTP request at a glance."""
-
     level: int  # by hint or reading, else the default level
     reading: Prediction | None = None  # the instant reader's, unless prompts are read one by one
     user: str | None = None  # the OpenAI field
@@ -122,9 +122,35 @@ def read_user(request: dict[str, Any]) -> tuple[list[str], bool]:
     return texts, has_media
 
 
+def asks_for_completion(scope: Any) -> bool:
+    """Whether an ASGI scope is a request whose body is read ahead: its text decides its turn."""
+    is_post = scope["type"] == "http" and scope["method"] == "POST"
+    return bool(is_post and scope["path"].endswith(_PATHS))
+
+
+async def read_ahead(receive: Receive) -> tuple[bytes | None, Receive]:
+    """Read a request until its body is complete, too long, or the client has left. Returns the
+    body, if it is complete and no longer than `LARGEST_BODY`, and what the application receives
+    from: all messages."""
+    messages: list[Message] = []
+    body, complete = bytearray(), False
+    while len(body) <= LARGEST_BODY and not complete:
+        messages.append(message := await receive())
+        if message["type"] != "http.request":
+            break
+        body += message.get("body", b"")
+        complete = not message.get("more_body", False)
+    messages.reverse()
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return bytes(body) if complete and len(body) <= LARGEST_BODY else None, replay
+
+
 class UrgentFirst:
-    """ASGI middleware that passes requests for generated text on in the order of their urgency;
-    without the rules that `adopt_rules` stores, at once."""
+    """ASGI middleware, inside `Refusals`, that passes requests for generated text on in the order
+    of their urgency; without the rules that `adopt_rules` stores, at once."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -133,21 +159,17 @@ class UrgentFirst:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         rules: GlanceRules | None = self._rules(scope)
-        if rules is None:
+        request = incoming.get()
+        if rules is None or request is None:
             await self._app(scope, receive, send)
             return
-        request = incoming.get() or Incoming.of(scope)
         body, receive = await read_ahead(receive)
         glance = self._glance(rules, body, request.priority)
         request.level, request.reading, request.user, has_media = glance
-        token = incoming.set(request)
-        try:
-            if has_media:  # it would hold a slot while a picture is fetched
-                await self._app(scope, receive, send)
-            else:
-                await self._in_turn(request, scope, receive, send)
-        finally:
-            incoming.reset(token)
+        if has_media:  # it would hold a slot while a picture is fetched
+            await self._app(scope, receive, send)
+        else:
+            await self._in_turn(request, scope, receive, send)
 
     @guarded(lambda *args: None)
     def _rules(self, scope: Any) -> Any:
@@ -199,12 +221,6 @@ class UrgentFirst:
     @guarded(lambda self, rules, *args: Glance(rules.policy.default_level))
     def _glance(self, rules: GlanceRules, body: bytes | None, priority: int | None) -> Glance:
         return rules.glance(body, priority)
-
-
-def is_prepared() -> None:
-    """The request of this context is on its way to the engine: others may be prepared."""
-    if (request := incoming.get()) is not None and request.prepared is not None:
-        request.prepared()
 
 
 def adopt_rules(app: Any) -> None:

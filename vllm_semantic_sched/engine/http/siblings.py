@@ -18,8 +18,7 @@ class Siblings:
     only, number by number, so no lock is needed; those of the others may be a moment old."""
 
     def __init__(self, path: Path, servers: int, rank: int, engines: int, levels: int) -> None:
-        self.engines = engines
-        self.levels = levels
+        self.shape = engines, levels
         count = 1 + servers + servers * engines * levels
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -58,7 +57,7 @@ class Siblings:
 
 def join_siblings(vllm_config: vllm_api.VllmConfig, levels: int) -> Siblings | None:
     """Share memory with the other API servers; None if there are none, or it cannot be shared."""
-    servers = vllm_api.api_server_count(vllm_config)
+    rank, servers = vllm_api.api_servers(vllm_config)
     if servers < 2:
         return None
     try:
@@ -70,7 +69,7 @@ def join_siblings(vllm_config: vllm_api.VllmConfig, levels: int) -> Siblings | N
         started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
         path = folder / f"{parent}-{started}.counts"
         engines = vllm_api.engine_count(vllm_config)
-        return Siblings(path, servers, vllm_api.api_server_rank(vllm_config), engines, levels)
+        return Siblings(path, servers, rank, engines, levels)
     except (OSError, ValueError) as error:
         logger.warning(
             "Semantic scheduling: the %d API servers share no memory (%s): each chooses engines by "

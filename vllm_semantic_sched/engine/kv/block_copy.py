@@ -31,29 +31,26 @@ class CopyBackend:
         `beside` it; a function that tells whether it has ended."""
         raise NotImplementedError("no KV cache is registered")
 
-    def save(self, device: Blocks, host: Slots) -> None:
-        """Copy to the host. Device work queued after this call may overwrite the blocks."""
-        self._copy("save", device, host)
+    def save(self, device: Blocks, host: Slots, number: int | None = None) -> None:
+        """Copy to the host. Device work queued after this call may overwrite the blocks. With a
+        number, the device works on meanwhile, and nothing may before `saved` reports the end."""
+        has_ended = self._copy("save", device, host, beside=number is not None)
+        if number is not None:
+            self._saves[number] = has_ended
 
-    def save_beside(self, number: int, device: Blocks, host: Slots) -> None:
-        """Copy to the host while the device works on; `saved` reports the end. Until then nothing
-        may overwrite the blocks."""
-        self._saves[number] = self._copy("save", device, host, beside=True)
-
-    def load(self, device: Blocks, host: Slots) -> None:
-        """Copy to the device. Device work queued after this call may read the blocks."""
-        self._copy("load", device, host)
-
-    def load_beside(self, key: str, device: Blocks, host: Slots) -> None:
-        """Copy to the device while it works on; `finished` reports the end."""
-        self._loads[key] = self._copy("load", device, host, beside=True)
+    def load(self, device: Blocks, host: Slots, key: str | None = None) -> None:
+        """Copy to the device. Device work queued after this call may read the blocks. With a key,
+        the device works on meanwhile, and nothing may before `finished` reports the end."""
+        has_ended = self._copy("load", device, host, beside=key is not None)
+        if key is not None:
+            self._loads[key] = has_ended
 
     def finished(self) -> set[str]:
-        """Keys of the `load_beside` copies that ended since the last call."""
+        """Keys of the loads that ended since the last call."""
         return _take_ended(self._loads)
 
     def saved(self) -> set[int]:
-        """Numbers of the `save_beside` copies that ended since the last call."""
+        """Numbers of the saves that ended since the last call."""
         return _take_ended(self._saves)
 
     def drain(self) -> tuple[set[str], set[int]]:
@@ -244,21 +241,15 @@ def why_wrong(backend: CopyBackend, regions: Sequence[torch.Tensor], slots: int)
         _compute(regions[0].device)
         for region, pattern in zip(regions, patterns, strict=True):
             region[blocks] = pattern
-        if beside:
-            backend.save_beside(0, blocks, host)
-            if not _ended(backend.saved):
-                return f"a save beside the computation took more than {_PROOF_SECONDS:g} s"
-        else:
-            backend.save(blocks, host)
+        backend.save(blocks, host, 0 if beside else None)
+        if beside and not _ended(backend.saved):
+            return f"a save beside the computation took more than {_PROOF_SECONDS:g} s"
         for region in regions:
             region[blocks] = 0
         _compute(regions[0].device)
-        if beside:
-            backend.load_beside("proof", blocks, host)
-            if not _ended(backend.finished):
-                return f"a load beside the computation took more than {_PROOF_SECONDS:g} s"
-        else:
-            backend.load(blocks, host)
+        backend.load(blocks, host, "proof" if beside else None)
+        if beside and not _ended(backend.finished):
+            return f"a load beside the computation took more than {_PROOF_SECONDS:g} s"
         for at, (region, pattern) in enumerate(zip(regions, patterns, strict=True)):
             if not torch.equal(region[blocks], pattern):
                 return f"blocks of region {at} that were loaded {way} differ from those saved"

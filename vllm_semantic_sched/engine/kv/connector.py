@@ -4,6 +4,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -70,6 +71,9 @@ class SemanticSwapConnector(vllm_api.KVConnector):
         PolicyError: at construction, if `kv_connector_extra_config` is invalid.
     """
 
+    requires_kv_delivery = False  # a lost copy is recomputed
+    requires_deferred_block_free = False  # see Preemptions
+
     def __init__(
         self,
         vllm_config: vllm_api.VllmConfig,
@@ -92,14 +96,6 @@ class SemanticSwapConnector(vllm_api.KVConnector):
         self.failures: Counter[str] = Counter()  # exceptions that were caught, by method
         self.failed = recovery.FailedCopies()
         self._failed_proof: FailedProof | None = None
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return False  # a lost copy is recomputed
-
-    @property
-    def requires_deferred_block_free(self) -> bool:
-        return False  # see Preemptions
 
     def refuse_copies(self, reason: str) -> None:
         """Swap no KV: it will be recomputed."""
@@ -131,12 +127,8 @@ class SemanticSwapConnector(vllm_api.KVConnector):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Save victims' blocks before the step overwrites them."""
         assert isinstance(kv_connector_metadata, SwapMetadata)
-        orders = kv_connector_metadata.orders
-        for save in _one_by_one(orders.saves):
-            self.backend.save(save.device, save.host)
-            self.failed.unsaved.difference_update(save.slots)
-        for save in _one_by_one(orders.later_saves):
-            self.backend.save_beside(save.number, save.device, save.host)
+        for save in _one_by_one(kv_connector_metadata.orders.saves):
+            self.backend.save(save.device, save.host, save.number)
             self.failed.unsaved.difference_update(save.slots)
 
     @guarded(recovery.not_loaded)
@@ -144,11 +136,11 @@ class SemanticSwapConnector(vllm_api.KVConnector):
         metadata = self.step_metadata
         assert isinstance(metadata, SwapMetadata)
         for load in _one_by_one(metadata.orders.loads):
-            if self.failed.can_load(load, beside=False):
-                self.backend.load(load.device, load.host)
-        for load in _one_by_one(metadata.orders.later_loads):
-            if self.failed.can_load(load, beside=True):
-                self.backend.load_beside(load.request_id, load.device, load.host)
+            if self.failed.unsaved.isdisjoint(load.slots):
+                key = load.request_id if load.beside else None
+                self.backend.load(load.device, load.host, key)
+            else:
+                self.failed.give_up(load)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass
@@ -206,18 +198,15 @@ class SemanticSwapConnector(vllm_api.KVConnector):
         `request.block_hashes`. `beside`: keep the blocks allocated until they are saved, so that no
         step waits for that."""
         blocks = self.cache_manager.get_block_ids(request.request_id)
-        saved = _fingerprint(request, end, hash_block_size)
+        fingerprint = partial(_fingerprint, request, end, hash_block_size)
+        saved = fingerprint()
 
         def unchanged() -> bool:  # a session may remove tokens
-            return request.num_tokens >= end and saved == _fingerprint(
-                request, end, hash_block_size
-            )
-
-        def keep(numbers: list[int]) -> int:
-            return self.ledger.kept.add(vllm_api.keep_blocks(self.cache_manager, request, numbers))
+            return fingerprint() == saved
 
         name = request.request_id
-        return self.ledger.save(name, blocks, start, end, unchanged, keep if beside else None)
+        keep = partial(vllm_api.keep_blocks, self.cache_manager, request) if beside else None
+        return self.ledger.save(name, blocks, start, end, unchanged, keep)
 
     @guarded(recovery.no_copy)
     def get_num_new_matched_tokens(
@@ -291,8 +280,9 @@ class SemanticSwapConnector(vllm_api.KVConnector):
 
 
 def _one_by_one(orders: list[Transfer]) -> Iterator[Transfer]:
-    """Yield orders from the last on, and remove each once carried out: some model runners call the
-    same method twice per step, and those left after an error are given up."""
+    """Yield orders, those beside steps last, and remove each once carried out: some model runners
+    call the same method twice per step, and those left after an error are given up."""
+    orders.sort(key=attrgetter("beside"), reverse=True)
     while orders:
         yield orders[-1]
         orders.pop()

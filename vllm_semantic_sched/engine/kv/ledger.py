@@ -64,7 +64,8 @@ class Transfer:
     request_id: str
     device: list[int]
     host: list[range]
-    number: int = 0  # of a save beside steps, in `KeptBlocks`
+    beside: bool = False  # steps do not wait for it
+    number: int | None = None  # of a save beside steps, in `KeptBlocks`
 
     @property
     def slots(self) -> Iterator[int]:
@@ -74,13 +75,11 @@ class Transfer:
 
 @dataclass(slots=True)
 class Orders:
-    """What the workers copy in one step, in this order: saves before anything is overwritten,
-    loads before the forward pass, later saves and loads while it runs."""
+    """What the workers copy in one step: saves before anything is overwritten, loads before the
+    forward pass, and those beside steps while it runs."""
 
     saves: list[Transfer] = field(default_factory=list)
-    later_saves: list[Transfer] = field(default_factory=list)
     loads: list[Transfer] = field(default_factory=list)
-    later_loads: list[Transfer] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -111,9 +110,6 @@ class KeptBlocks:
         self._kept: dict[int, tuple[Any, int]] = {}
         self._numbers = itertools.count(1)
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def add(self, blocks: Any) -> int:
         """Take over blocks; the number of their save."""
         number = next(self._numbers)
@@ -130,8 +126,8 @@ class KeptBlocks:
             else:
                 self.free(number)
 
-    def free(self, number: int) -> None:
-        """Free the blocks of a save that is not needed, if they are still kept."""
+    def free(self, number: int | None) -> None:
+        """Free the blocks of a save that is not needed, if any are still kept."""
         if number in self._kept:
             self._free(self._kept.pop(number)[0])
 
@@ -156,7 +152,7 @@ class SwapLedger:
         self.loading: dict[str, HostCopy] = {}  # beside steps, not reported by the workers yet
         self._block_sizes = tuple(block_sizes)
         self._spent: list[HostCopy] = []
-        self._loaded: dict[str, Loaded] = {}
+        self.loaded: dict[str, Loaded] = {}  # the last load ordered, by request, until it is seated
         self._orders = Orders()
 
     def __len__(self) -> int:
@@ -169,12 +165,12 @@ class SwapLedger:
         start: int,
         end: int,
         still_valid: Callable[[], bool],
-        keep: Callable[[list[int]], int] | None = None,
+        keep: Callable[[list[int]], Any] | None = None,
     ) -> bool:
         """Order a save of KV for tokens `start` (at the beginning of a block) to `end` in the
         coming step; False, and no order, if the pool has too few free slots. `blocks`: the
-        request's block table, by group. `keep`: keeps blocks allocated (`KeptBlocks.add`) for a
-        save beside steps."""
+        request's block table, by group. `keep`: for a save beside steps, keeps blocks allocated,
+        and returns them as `KeptBlocks` frees them."""
         self.release(request_id)
         places = self._places(blocks, start, end)
         taken = self.pool.allocate(len(places))
@@ -183,11 +179,9 @@ class SwapLedger:
         slots = dict(zip(places, itertools.chain.from_iterable(taken), strict=True))
         self.saved[request_id] = HostCopy(start, end, still_valid, slots, taken)
         save = Transfer(request_id, list(places.values()), taken)
-        if keep is None:
-            self._orders.saves.append(save)
-        else:
-            save.number = keep(save.device)
-            self._orders.later_saves.append(save)
+        if keep is not None:
+            save.beside, save.number = True, self.kept.add(keep(save.device))
+        self._orders.saves.append(save)
         return True
 
     def _places(
@@ -209,8 +203,7 @@ class SwapLedger:
         copy = self.saved.get(request_id)
         if copy is None or on_device < copy.start or not copy.still_valid():
             return 0, False
-        saves = itertools.chain(self._orders.saves, self._orders.later_saves)
-        if any(save.request_id == request_id for save in saves):
+        if any(save.request_id == request_id for save in self._orders.saves):
             return None, False
         count = min(copy.end, tokens - 1) - on_device
         return (count, self.loads_beside(count)) if count > 0 else (0, False)
@@ -230,16 +223,15 @@ class SwapLedger:
         places = self._places(blocks, end - count, end)
         saved = [(block, copy.slots[at]) for at, block in places.items() if at in copy.slots]
         slots = _joined(range(slot, slot + 1) for _, slot in saved)
-        load = Transfer(request_id, [block for block, _ in saved], slots)
         beside = self.loads_beside(count)
+        load = Transfer(request_id, [block for block, _ in saved], slots, beside)
         # From here on nothing can fail: the copy stays, or its load is ordered.
         del self.saved[request_id]
-        self._loaded[request_id] = Loaded(count, time.monotonic())
+        self.loaded[request_id] = Loaded(count, time.monotonic())
+        self._orders.loads.append(load)
         if beside:
-            self._orders.later_loads.append(load)
             self.loading[request_id] = copy
         else:
-            self._orders.loads.append(load)
             self._spent.append(copy)
 
     def take_orders(self, overwritten: Iterable[int] = ()) -> Orders:
@@ -263,10 +255,6 @@ class SwapLedger:
         for copy in self.saved.values():
             copy.still_valid = lambda: False
 
-    def take_loaded(self, request_id: str) -> Loaded | None:
-        """Remove and return the last load ordered for a request."""
-        return self._loaded.pop(request_id, None)
-
     def load_finished(self, request_ids: Iterable[str]) -> None:
         """Free the slots of loads finished beside steps; unknown ids are ignored."""
         for request_id in request_ids:
@@ -276,15 +264,13 @@ class SwapLedger:
 
     def release(self, request_id: str) -> None:
         """Forget a request's copy, if any. A load in flight continues."""
-        self._loaded.pop(request_id, None)
+        self.loaded.pop(request_id, None)
         copy = self.saved.pop(request_id, None)
         if copy is None:
             return
         # A save that was not sent yet must not write into slots that another request gets.
-        orders = self._orders
-        orders.saves = [save for save in orders.saves if save.request_id != request_id]
-        for save in [save for save in orders.later_saves if save.request_id == request_id]:
-            orders.later_saves.remove(save)
+        for save in [save for save in self._orders.saves if save.request_id == request_id]:
+            self._orders.saves.remove(save)
             self.kept.free(save.number)
         self.pool.give_back(copy.taken)
 

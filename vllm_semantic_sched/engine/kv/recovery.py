@@ -72,17 +72,10 @@ class FailedCopies:
     # The last request whose copy vLLM asked for, and its tokens on the device.
     asked: tuple[str, int] = ("", 0)
 
-    def can_load(self, load: Transfer, beside: bool) -> bool:
-        """Whether the host has what is to be loaded; the load is given up if not."""
-        if self.unsaved.isdisjoint(load.slots):
-            return True
-        self.give_up(load, beside)
-        return False
-
-    def give_up(self, load: Transfer, beside: bool) -> None:
+    def give_up(self, load: Transfer) -> None:
         """Note a load that was not made."""
         self.blocks.update(load.device)
-        if beside:
+        if load.beside:
             self.requests.add(load.request_id)
 
     def drain(self, backend: CopyBackend) -> None:
@@ -106,7 +99,7 @@ class FailedCopies:
         return report
 
 
-def _forget(self: Any, request_id: str, save: int = 0) -> None:
+def _forget(self: Any, request_id: str, save: int | None = None) -> None:
     """Forget a request's copy, and free the blocks kept for a save. If that fails, too, no copy is
     loaded any more, and this one becomes free when a request ends."""
     try:
@@ -145,10 +138,10 @@ def not_ordered(
 
 def nothing_ordered(self: Any, *args: Any, **kwargs: Any) -> KVConnectorMetadata:
     orders = self.ledger.cancel_orders()
-    for load in (*orders.loads, *orders.later_loads):
-        self.failed.give_up(load, beside=True)
-    self.failed.loaded.update(load.request_id for load in orders.later_loads)
-    for save in (*orders.saves, *orders.later_saves):
+    for load in orders.loads:
+        self.failed.give_up(load)
+    self.failed.loaded.update(load.request_id for load in orders.loads if load.beside)
+    for save in orders.saves:
         _forget(self, save.request_id, save.number)
     return SwapMetadata(Orders())
 
@@ -173,19 +166,18 @@ def not_reset(self: Any) -> bool | None:
 
 
 def not_saved(self: Any, kv_connector_metadata: Any) -> None:
-    orders = kv_connector_metadata.orders
-    for save in (*orders.saves, *orders.later_saves):
+    saves = kv_connector_metadata.orders.saves
+    for save in saves:
         self.failed.unsaved.update(save.slots)
-    self.failed.saves += [save.number for save in orders.later_saves]
-    orders.saves.clear(), orders.later_saves.clear()
+    self.failed.saves += [save.number for save in saves if save.beside]
+    saves.clear()
 
 
 def not_loaded(self: Any, *args: Any, **kwargs: Any) -> None:
-    orders = self.step_metadata.orders
-    for beside, loads in ((False, orders.loads), (True, orders.later_loads)):
-        for load in loads:
-            self.failed.give_up(load, beside)
-        loads.clear()
+    loads = self.step_metadata.orders.loads
+    for load in loads:
+        self.failed.give_up(load)
+    loads.clear()
 
 
 def all_finished(self: Any, *args: Any, **kwargs: Any) -> tuple[set[str] | None, set[str] | None]:
@@ -200,5 +192,5 @@ def only_failures(self: Any) -> Any:
     return self.failed.report()
 
 
-def nothing(*args: Any, **kwargs: Any) -> Any:
+def nothing(self: Any) -> Any:
     pass

@@ -40,7 +40,6 @@ class Counters:
                 self._observed[name, labels] = Counter()
 
     def add(self, name: str, label: str | Labels = (), count: float = 1) -> None:
-        """Add to a counter."""
         self.totals[name, (label,) if isinstance(label, str) else label] += count
 
     def raise_to(self, name: str, total: float, label: str | Labels = ()) -> None:
@@ -50,7 +49,6 @@ class Counters:
             self.add(name, label, more)
 
     def observe(self, name: str, value: float, label: str | Labels = ()) -> None:
-        """Add a value to a histogram."""
         series = name, _labels(label)
         self._observed[series][bisect_left(HISTOGRAMS[name].buckets, value)] += 1
         self._sums[series] += value

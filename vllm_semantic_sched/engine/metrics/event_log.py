@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import os
 import threading
 import time
@@ -12,6 +11,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
+from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.policy.config.overload import Events
 from vllm_semantic_sched.policy.events import Chain, Event, hash_ids
@@ -49,7 +49,6 @@ class EventLog(Listener):
         settings: Events,
         engine: int,
         tier_names: Callable[[], tuple[str, ...]],
-        logger: logging.Logger,
         policy_hash: Callable[[], str] = lambda: "",
         model: str | None = "",
     ) -> None:
@@ -69,7 +68,6 @@ class EventLog(Listener):
         self._model = model
         self._engine = engine
         self._tier_names = tier_names
-        self._logger = logger
         self._events: deque[Event] = deque()
         self._next_engine = 0.0
         # One thread writes each of these, the other reads it.
@@ -160,7 +158,7 @@ class EventLog(Listener):
             self._resumes, self._told, self._torn = None, dropped, False
         except Exception as error:  # keep trying: space may be freed
             if not self._failed:
-                self._logger.error(
+                logger.error(
                     "Semantic scheduling: the event log %s cannot be written: %s. Lost lines are "
                     "counted in semsched:event_log_dropped_total.",
                     self.path,
@@ -197,8 +195,6 @@ class _File(RotatingFileHandler):
     """A rotating file whose errors are raised instead of printed. Nobody else can read it, and old
     parts are deleted: it says who asked for urgent help, and when."""
 
-    _head: int | None = None
-
     def _open(self) -> Any:
         file = os.open(self.baseFilename, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         os.fchmod(file, 0o600)
@@ -229,10 +225,9 @@ class _File(RotatingFileHandler):
 
     def note_last(self, digest: str) -> None:
         """Note the last hash in PATH.head, so that lines missing at the end are found."""
-        if self._head is None:
-            name = f"{self.baseFilename}.head"
-            self._head = os.open(name, os.O_WRONLY | os.O_CREAT, 0o600)
-        os.pwrite(self._head, f"{digest}\n".encode(), 0)
+        head = os.open(f"{self.baseFilename}.head", os.O_WRONLY | os.O_CREAT, 0o600)
+        with os.fdopen(head, "w") as file:  # in place: never empty
+            file.write(f"{digest}\n")
 
     def noted_last(self) -> str:
         """The hash that was noted last; empty if none was."""
@@ -252,12 +247,6 @@ class _File(RotatingFileHandler):
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 return str(json.loads(line)["chain"]), bool(rest)
         return "", bool(rest)
-
-    def close(self) -> None:
-        super().close()
-        if self._head is not None:
-            os.close(self._head)
-            self._head = None
 
     def reopen(self) -> None:
         """Discard what could not be written; the next write opens the file again."""

@@ -14,8 +14,6 @@ from vllm_semantic_sched.policy.lifecycle import Listener, Transition
 
 
 class RequestMetrics(Listener):
-    """Counts what happens to requests."""
-
     def __init__(self, core: SchedulingCore, counters: Counters) -> None:
         self._core = core
         self._counters = counters

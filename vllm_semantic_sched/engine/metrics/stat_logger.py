@@ -16,7 +16,9 @@ class SemanticStatLogger(vllm_api.StatLoggerBase):
     """One instance per engine. They share the metric objects, which have a label `engine`."""
 
     _metrics: ClassVar[dict[str, Any]] = {}
-    _through_ray = False
+    through_ray = False
+    """Publish on Ray's metrics page instead, where names start `ray_semsched_`. To be set in a Ray
+    worker, before an engine starts."""
 
     def __init__(self, vllm_config: vllm_api.VllmConfig, engine_index: int = 0) -> None:
         self._engine = str(engine_index)
@@ -34,7 +36,7 @@ class SemanticStatLogger(vllm_api.StatLoggerBase):
                 self._labeled(name, labels).inc(count)
         for name, labels, counts, total in message["histograms"]:
             histogram = self._labeled(name, labels)
-            if self._through_ray:
+            if self.through_ray:
                 observe_all(histogram, HISTOGRAMS[name].buckets, dict(counts), total)
                 continue
             # prometheus_client accepts only one value at a time, so this adds to its private
@@ -60,12 +62,6 @@ class SemanticStatLogger(vllm_api.StatLoggerBase):
         """Add 1 to a counter of the API server itself."""
         cls.in_api_server(name, label).inc()
 
-    @classmethod
-    def publish_through_ray(cls) -> None:
-        """Publish on Ray's metrics page instead; call it in a Ray worker, before an engine starts.
-        Names start `ray_semsched_` there."""
-        cls._through_ray = True
-
     def _labeled(self, name: str, labels: list[str]) -> Any:
         return self._metrics[name].labels(self._engine, *labels)
 
@@ -75,7 +71,7 @@ class SemanticStatLogger(vllm_api.StatLoggerBase):
         # even if it runs another scheduler.
         if cls._metrics:
             return
-        kinds = vllm_api.ray_metrics() if cls._through_ray else (Counter, Gauge, Histogram)
+        kinds = vllm_api.ray_metrics() if cls.through_ray else (Counter, Gauge, Histogram)
         counter, gauge, histogram = kinds
         for kind, metrics in ((counter, COUNTERS), (histogram, HISTOGRAMS), (gauge, GAUGES)):
             for name, metric in metrics.items():

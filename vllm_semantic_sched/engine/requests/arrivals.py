@@ -12,7 +12,7 @@ from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.requests.endings import Endings, origin_of, parent_of
 from vllm_semantic_sched.engine.requests.prediction import PredictionFeed
-from vllm_semantic_sched.engine.vllm_api import Request, attach_arrival, attached_arrival
+from vllm_semantic_sched.engine.vllm_api import Request
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import Hint
@@ -39,7 +39,6 @@ class Arrival:
 
     policy: Policy  # by which it was read
     job: Job  # not known to the core yet (`SchedulingCore.arrive`)
-    source: str  # origin of its level, as in metrics
     problems: Mapping[str, str | None]  # by counter, what is wrong; None: not to be logged
     dedup_key: str | None  # None without a usable one
     origin: str  # the client's request; the same for all its prompts and answers
@@ -64,12 +63,12 @@ class Arrivals:
         """Read a request and attach the result. Safe on any thread; may raise. `prepared` reads the
         parts of a session with streamed input: they share an id, and it sees them in order."""
         if not request.resumable and request.request_id not in self.jobs:
-            attach_arrival(request, self._read(request))
+            request.semsched_arrival = self._read(request)  # type: ignore[attr-defined]
 
     def prepared(self, request: Request) -> Arrival:
         """What was prepared for a request; read now if nothing was, or if the policy has changed
         since. Only on the scheduler's thread."""
-        arrival: Arrival | None = attached_arrival(request)
+        arrival: Arrival | None = getattr(request, "semsched_arrival", None)
         if arrival is None or arrival.policy is not self.core.policy:
             submitted = arrival is not None and arrival.job.awaits_prediction
             arrival = self._read(request, submitted)
@@ -90,7 +89,7 @@ class Arrivals:
     def arrived(self, arrival: Arrival, step: SchedulingStep | None, view: EngineView) -> None:
         """A request is in the queue; it, or others because of it, may end. Without a step it is
         only counted."""
-        self.counters.add("requests", arrival.source)
+        self.counters.add("requests", arrival.job.level_source.value)
         if arrival.read_at_once:
             self.counters.add("instant_predictions")
         for counter, problem in arrival.problems.items():
@@ -123,12 +122,9 @@ class Arrivals:
         stated = stated_length(params)
         reads = submitted or self.predictions.reads(request, hint, stated.exact)
         passed, forgery = read_passed(extra_args)
-        text, provisional = "", None
+        provisional, awaits_prediction = None, False
         if reads:
-            text, provisional = self.predictions.first_reading(request, passed)
-        awaits_prediction = submitted or (
-            reads and self.predictions.submit(request_id, hint, text, provisional)
-        )
+            provisional, awaits_prediction = self.predictions.read(request, hint, passed, submitted)
         if reads and not awaits_prediction:  # the predictor's queue is full
             problems["unread_prompts"] = None
         if hint.problem:
@@ -151,7 +147,6 @@ class Arrivals:
         return Arrival(
             policy=core.policy,
             job=job,
-            source=job.level_source.value,
             problems=problems,
             dedup_key=dedup_key,
             origin=origin_of(request_id),

@@ -3,7 +3,6 @@ kept for corrections by operators."""
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 from vllm_semantic_sched.engine import vllm_api
@@ -44,14 +43,12 @@ _ENDS: dict[RequestStatus, RequestEnd] = {
 _ABORTED = (AnswerEnd.ABORTED, JobState.CANCELLED, "abort")
 
 
-def end_of(
-    request: Request, refusal: Refusal | None, decode: Callable[[list[int]], str] | None
-) -> RequestEnd:
+def end_of(request: Request, refusal: Refusal | None, tokenizer: Any) -> RequestEnd:
     """How a finished request ended. `refusal`: why the policy ended it, if it did."""
     if refusal is not None:
         return AnswerEnd.ABORTED, JobState.REFUSED, refusal.code.value
     ending, state, reason = _ENDS.get(request.status, _ABORTED)
-    if state is JobState.CANCELLED and _has_stop_string(request, decode):
+    if state is JobState.CANCELLED and _has_stop_string(request, tokenizer):
         return AnswerEnd.ABORTED, JobState.COMPLETED, "stop_string"
     params = request.sampling_params
     if params is None or params.ignore_eos:  # the model could not end it
@@ -59,13 +56,14 @@ def end_of(
     return ending, state, reason
 
 
-def _has_stop_string(request: Request, decode: Callable[[list[int]], str] | None) -> bool:
+def _has_stop_string(request: Request, tokenizer: Any) -> bool:
     """Whether vLLM's API server found a stop string, for which it aborts a request."""
     stops = request.sampling_params.stop if request.sampling_params else None
-    if not stops or decode is None:
+    if not stops or tokenizer is None:
         return False
     words = [stops] if isinstance(stops, str) else stops
-    text = decode(list(request.output_token_ids[-max(map(len, words)) - _STOP_STRING_SLACK :]))
+    tokens = request.output_token_ids[-max(map(len, words)) - _STOP_STRING_SLACK :]
+    text = tokenizer.decode(list(tokens))
     return any(word in text for word in words)
 
 
@@ -87,7 +85,8 @@ class Endings:
         return request.sampling_params is not None and not request.resumable
 
     def refuse(self, request_id: str, refusal: Refusal) -> bool:
-        """End a waiting or running request, and count it; see `SemanticScheduler.refuse`."""
+        """End a waiting or running request with a code that its client sees, and count it; False if
+        there is none, or it cannot be refused (`can_end`)."""
         job: Job | None = self._scheduler.jobs.get(request_id)
         if not self._end(request_id, refusal):
             return False

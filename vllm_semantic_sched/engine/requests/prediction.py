@@ -1,7 +1,7 @@
 """Connects the prediction service to the scheduler's jobs."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -67,11 +67,6 @@ class PredictionFeed:
             self.instant = _load_instant(predictor.model, buckets)
 
     @property
-    def decode(self) -> Callable[[list[int]], str] | None:
-        """Converts token ids to text; None without a tokenizer."""
-        return None if self.tokenizer is None else self.tokenizer.decode
-
-    @property
     def ready(self) -> bool:
         """Whether the predictor is up, or not needed."""
         return self.service is None or self.service.up
@@ -94,32 +89,34 @@ class PredictionFeed:
         can_read = self.service is not None and bool(request.prompt_token_ids)
         return can_read and self._core.policy.reads(hint.level is not None, length_known)
 
-    def first_reading(
-        self, request: Request, passed: Prediction | None
-    ) -> tuple[str, Prediction | None]:
-        """The first and last tokens of a prompt that the predictor reads, decoded, and what the
-        instant reader says of them (None without one), unless the HTTP server has passed that:
-        less than a millisecond, whatever the length. Safe on any thread."""
+    def read(
+        self, request: Request, hint: Hint, passed: Prediction | None, submitted: bool
+    ) -> tuple[Prediction | None, bool]:
+        """Read the first and last tokens of a prompt: what the instant reader says of them (None
+        without one), unless the HTTP server has `passed` that, and whether the predictor will send
+        a prediction: it gets them, unless it has been `submitted` the prompt before. Less than a
+        millisecond, whatever the length. May run on vLLM's input thread, before the scheduler knows
+        the request and calls `arrived`."""
         text = self._text(request.prompt_token_ids or (), _LONGEST_FIRST)
-        if self.instant is None:
-            return text, None
-        fits = passed is not None and self.instant.same_shape(passed)
-        return text, passed if fits else self.instant.read(text)
+        provisional = None
+        if self.instant is not None:
+            fits = passed is not None and self.instant.same_shape(passed)
+            provisional = passed if fits else self.instant.read(text)
+        return provisional, submitted or self._submit(request.request_id, hint, text, provisional)
 
     def _text(self, tokens: Sequence[int], most: int) -> str:
         """The first and the last of more than `most` tokens, decoded."""
         if len(tokens) > most:
             tokens = [*tokens[: most // 2], *tokens[-most // 2 :]]
         try:
-            return "" if self.decode is None else self.decode(list(tokens))
+            return str(self.tokenizer.decode(list(tokens)))
         except Exception:
             return ""  # ids outside the vocabulary; vLLM decides about the request
 
-    def submit(
+    def _submit(
         self, request_id: str, hint: Hint, text: str, provisional: Prediction | None
     ) -> bool:
-        """Send the text of a prompt to the predictor; False if no prediction will arrive. May run
-        on vLLM's input thread, before the scheduler knows the request and calls `arrived`."""
+        """Send the text of a prompt to the predictor; False if no prediction will arrive."""
         if self.service is None:
             return False
         self._ahead[request_id] = None

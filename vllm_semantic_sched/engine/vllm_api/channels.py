@@ -68,16 +68,6 @@ def watch_new_requests() -> None:
     setattr(EngineCore, _PREPROCESS.__name__, preprocess)
 
 
-def attach_arrival(request: Request, arrival: object) -> None:
-    """Keep what was read of a new request on it; see `attached_arrival`."""
-    request.semsched_arrival = arrival  # type: ignore[attr-defined]
-
-
-def attached_arrival(request: Request) -> Any:
-    """What `attach_arrival` has kept; None if nothing."""
-    return getattr(request, "semsched_arrival", None)
-
-
 def refused_output(request: Request, refusal: Refusal) -> EngineCoreOutput:
     """The last output of a request that was ended by `finish_requests`. Without our middleware,
     vLLM answers with the refusal's status if it has the hook, else 0.33 with 503, or 500 if a retry

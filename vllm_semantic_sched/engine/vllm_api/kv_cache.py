@@ -40,16 +40,6 @@ def free_kv_blocks(scheduler: Scheduler) -> int:
     return scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
-def watermark_blocks(scheduler: Scheduler) -> int:
-    """Free blocks that vLLM keeps back when it admits a request."""
-    return scheduler.kv_cache_manager.watermark_blocks
-
-
-def kv_cache_usage(scheduler: Scheduler) -> float:
-    """Share of the blocks that requests hold, 0 to 1."""
-    return scheduler.kv_cache_manager.usage
-
-
 def blocks_needed(scheduler: Scheduler, request: Request) -> int:
     """Blocks for all tokens that a waiting request has so far, less those in use that the prefix
     cache already holds for it."""
@@ -79,22 +69,20 @@ def blocks_held(scheduler: Scheduler, request: Request) -> int:
     return sum(not block.is_null for group in groups for block in group)
 
 
-def blocks_freed_by(scheduler: Scheduler, request: Request) -> int:
-    """Blocks that preempting a running request frees: those that it does not share."""
+def freeable_blocks(scheduler: Scheduler, request: Request) -> int | None:
+    """Blocks that preempting a running request frees at once: those that it does not share; None
+    while a step in flight may write to them."""
+    if not scheduler._request_blocks_can_be_freed(request):
+        return None
     groups = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
     return sum(block.ref_cnt == 1 and not block.is_null for group in groups for block in group)
-
-
-def blocks_can_be_freed(scheduler: Scheduler, request: Request) -> bool:
-    """Whether preemption frees blocks at once: not while a step in flight may write to them."""
-    return scheduler._request_blocks_can_be_freed(request)
 
 
 def most_blocks_of_a_step(scheduler: Scheduler) -> int:
     """Blocks that the coming step takes at most: one more a request than its tokens fill."""
     filled = -(-scheduler.max_num_scheduled_tokens // scheduler.block_size)
     blocks = filled + scheduler.max_num_running_reqs
-    return blocks * kv_cache_groups(scheduler) + watermark_blocks(scheduler)
+    return blocks * kv_cache_groups(scheduler) + scheduler.kv_cache_manager.watermark_blocks
 
 
 def keep_blocks(
@@ -173,8 +161,6 @@ def recompute_unloaded(
 
 
 class KVConnector(KVConnectorBase_V1, SupportsHMA):
-    """Base of a KV connector."""
-
     @property
     def step_metadata(self) -> KVConnectorMetadata:
         """What the scheduler's side sent for this step; only on a worker."""

@@ -1,6 +1,5 @@
 """vLLM's scheduler: its private methods, its queues, limits and seats."""
 
-import logging
 import time
 from collections.abc import Set
 from typing import Any
@@ -12,8 +11,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_semantic_sched.engine.vllm_api import capabilities
-
-logger = logging.getLogger("vllm.semantic_sched")
 
 
 class HookedScheduler(Scheduler):
@@ -29,9 +26,9 @@ class HookedScheduler(Scheduler):
     def before_free(self, request: Request) -> None:
         """Called when a request has finished, before vLLM frees its resources."""
 
-    def on_new_request(self, request: Request) -> None:
+    def preprocess_request(self, request: Request) -> None:
         """Called where vLLM has just built a request: in a server on the input thread, beside the
-        model's steps. If it raises, vLLM goes on without it."""
+        model's steps. Must not raise."""
 
     if capabilities.HOOKS.preempt_for_waiting:
 
@@ -59,12 +56,6 @@ class HookedScheduler(Scheduler):
             # vLLM drops stale output when it resets the cache, and then no KV may be kept.
             self.before_preemption(request, keep_kv=not drop_stale_output)
             super()._preempt_request(request, timestamp, drop_stale_output, **kwargs)
-
-    def preprocess_request(self, request: Request) -> None:
-        try:
-            self.on_new_request(request)
-        except Exception:
-            logger.debug("Semantic scheduling could not read a request ahead.", exc_info=True)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self.before_free(request)
@@ -145,18 +136,6 @@ def why_no_holds(config: VllmConfig) -> str | None:
     if config.speculative_config is not None and not config.use_v2_model_runner:
         return "speculative decoding on vLLM's V1 model runner"
     return None
-
-
-def total_seats(scheduler: Scheduler) -> int:
-    """Requests that can run at the same time."""
-    return scheduler.max_num_running_reqs
-
-
-def free_seats(scheduler: Scheduler) -> int:
-    """Seats that waiting requests can take in the coming step; may be negative."""
-    taken = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
-    # vLLM seats waiting requests that hold blocks before all others.
-    return scheduler.max_num_active_reqs - taken - len(scheduler.kv_holding_waiting)
 
 
 def is_ready(scheduler: Scheduler, request: Request) -> bool:

@@ -43,14 +43,10 @@ def engine_count(vllm_config: VllmConfig) -> int:
     return parallel.data_parallel_size
 
 
-def api_server_count(vllm_config: VllmConfig) -> int:
-    """API servers that send requests to the engines."""
-    return vllm_config.parallel_config._api_process_count
-
-
-def api_server_rank(vllm_config: VllmConfig) -> int:
-    """This API server's number among them, from 0 on."""
-    return vllm_config.parallel_config._api_process_rank
+def api_servers(vllm_config: VllmConfig) -> tuple[int, int]:
+    """This API server's number, from 0 on, and how many of them send requests to the engines."""
+    parallel = vllm_config.parallel_config
+    return parallel._api_process_rank, parallel._api_process_count
 
 
 def shares_host(vllm_config: VllmConfig) -> bool:

@@ -39,7 +39,7 @@ class UrgencyServer(LLMServer):
     of a change of its file."""
 
     async def start(self) -> None:
-        SemanticStatLogger.publish_through_ray()
+        SemanticStatLogger.through_ray = True
         await super().start()
         self._application = SimpleNamespace(state=self.engine._app_state)
         self._client = self.engine._app_state.engine_client
