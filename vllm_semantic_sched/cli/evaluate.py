@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
 from vllm_semantic_sched.cli.arguments import failing_in_lab
 from vllm_semantic_sched.cli.console import save_page
 from vllm_semantic_sched.lab.evaluation import examples
@@ -136,8 +138,6 @@ def report_on(
 ) -> dict[str, Any]:
     """Evaluate with a progress bar, write the report to `output`, print it; returns the figures.
     `measure`: see `measure_of`."""
-    from tqdm import tqdm
-
     from vllm_semantic_sched.lab.evaluation.measure import texts_to_read
     from vllm_semantic_sched.lab.evaluation.report import evaluation_page
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm_semantic_sched.cli.arguments import Failure, failing, positive
 from vllm_semantic_sched.cli.console import make_console, make_table, save_page
+from vllm_semantic_sched.lab.report.runs import trace_page
 from vllm_semantic_sched.operate.audit import verify
 from vllm_semantic_sched.operate.event_log import LogReader, TierSummary, logs_in
 from vllm_semantic_sched.sim.spans import chrome_trace
@@ -41,8 +42,6 @@ def run(args: argparse.Namespace) -> int:
     if args.output is None or len(args.log) > 1:
         raise Failure("name one log and --output DIR, or `verify`", 2)
     (log,) = args.log
-    from vllm_semantic_sched.lab.report.runs import trace_page
-
     reader, drawn = LogReader(args.limit, args.since), []
     tiers: defaultdict[tuple[int, str], TierSummary] = defaultdict(TierSummary)
     for request in reader.requests(log):

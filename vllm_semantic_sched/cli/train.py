@@ -33,6 +33,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
 from vllm_semantic_sched.cli.arguments import failing_in_lab
 from vllm_semantic_sched.cli.evaluate import measure_of, report_on
 from vllm_semantic_sched.lab.evaluation.examples import read_examples, read_labeled_set
@@ -160,8 +162,6 @@ def _train_urgency(args: argparse.Namespace) -> None:
 @failing_in_lab()
 def _train_length(args: argparse.Namespace) -> None:
     """Train, and take the old model back if the new one orders unseen prompts worse."""
-    from tqdm import tqdm
-
     from vllm_semantic_sched.lab.evaluation.measure import model_guesser
     from vllm_semantic_sched.lab.training.base import base_folder
     from vllm_semantic_sched.lab.training.fine_tune import train_length
@@ -199,8 +199,6 @@ def _set_aside(model: Path) -> Path | None:
 
 def _collected(args: argparse.Namespace) -> Path:
     """Send the prompts to the server; the table of its answers' lengths."""
-    from tqdm import tqdm
-
     from vllm_semantic_sched.lab.training.collect import collect_lengths
 
     if args.prompts is None:
@@ -233,8 +231,6 @@ class _RoundBars:
     """A progress bar for each round of training."""
 
     def __call__(self, step: Step) -> None:
-        from tqdm import tqdm
-
         if step.number == 1:
             title = f"round {step.round}/{step.rounds}"
             self._bar = tqdm(total=step.steps, desc=title, mininterval=5)
