@@ -8,7 +8,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from vllm_semantic_sched.engine.http.preparation import GlanceRules
 from vllm_semantic_sched.engine.startup.settings import PolicyFile, parse_settings
-from vllm_semantic_sched.fleet.ray.choice import ReplicaChoice, ReplicaLoad
+from vllm_semantic_sched.fleet.ray.choice import ReplicaChoice
 from vllm_semantic_sched.policy.config import Policy, load_policy
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.live import check_live_change
@@ -60,8 +60,7 @@ class UrgencyRouter(RequestRouter):
         """Called by Ray when a replica comes, goes or reports another load."""
         super().update_replicas(replicas)
         try:
-            loads = {one.replica_id: ReplicaLoad.from_stats(one.routing_stats) for one in replicas}
-            self._choice.update(loads)
+            self._choice.update({one.replica_id: one.routing_stats for one in replicas})
             if self._file is not None and self._file.has_changed():
                 self._reload(self._file)
         except Exception:

@@ -23,7 +23,7 @@ from vllm_semantic_sched.engine.http.middleware import (
 )
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.startup.settings import PolicyFile, parse_settings
-from vllm_semantic_sched.fleet.ray.choice import ReplicaLoad
+from vllm_semantic_sched.fleet.ray.choice import STATS_KEY, load_of
 from vllm_semantic_sched.policy.overload.refusal import Refusal
 
 logger = logging.getLogger("ray.serve")
@@ -58,9 +58,8 @@ class UrgencyServer(LLMServer):
         stats: dict[str, Any] = dict(await super().record_routing_stats())
         with contextlib.suppress(Exception):  # the engine is starting, stuck or dead
             statuses = await ask_engines(self._client, "status")
-            load = ReplicaLoad.of_engines(statuses, self._number)
-            self._number = load.number
-            stats |= load.to_stats()
+            stats[STATS_KEY] = load_of(statuses, self._number)
+            self._number = stats[STATS_KEY]["number"]
         return stats
 
     async def semsched_status(self) -> dict[str, Any]:
