@@ -125,7 +125,7 @@ def _change(server: AdminClient, args: argparse.Namespace) -> float:
             if args.action == "load-lora":
                 path = str(args.lora_path.resolve())
                 adapter |= {"lora_path": path, "load_inplace": args.in_place}
-            server.call("POST", f"/{args.action.replace('-', '_')}_adapter", adapter, prefix="/v1")
+            server.call(f"/{args.action.replace('-', '_')}_adapter", adapter, prefix="/v1")
     except AdminError as error:
         if replaces and changing:
             raise AdminError(

@@ -45,7 +45,7 @@ class ServerWatch:
         """Read the server's metrics and status. Never raises because of the server."""
         url = self._client.url
         try:
-            page = Page(self._client.get("/metrics", timeout=_TIMEOUT))
+            page = Page(self._client.send("/metrics", timeout=_TIMEOUT))
         except (AdminError, ValueError) as error:
             self.state = ServerState(url, error=str(error).removeprefix(f"{url}: "))
             return self.state
