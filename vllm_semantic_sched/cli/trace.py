@@ -13,7 +13,7 @@ from typing import Any
 from vllm_semantic_sched.cli.arguments import Failure, failing, positive
 from vllm_semantic_sched.cli.console import make_console, make_table, save_page
 from vllm_semantic_sched.lab.report.runs import trace_page
-from vllm_semantic_sched.operate.audit import verify
+from vllm_semantic_sched.operate.audit import Audit
 from vllm_semantic_sched.operate.event_log import LogReader, TierSummary, logs_in
 from vllm_semantic_sched.sim.spans import chrome_trace
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 def _verify(paths: list[Path]) -> int:
     whole, logs = True, logs_in(paths)
     for log in logs:
-        audit = verify(log)
+        audit = Audit(log)
         for finding in audit.findings[:_MOST_FINDINGS]:
             print(f"{finding.kind:7} {finding.where}: {finding.text}")
         if len(audit.findings) > _MOST_FINDINGS:

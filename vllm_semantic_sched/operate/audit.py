@@ -1,7 +1,5 @@
 """Checks that an event log is whole: every line unchanged, none removed, none moved."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections import deque
@@ -27,15 +25,8 @@ class Finding(NamedTuple):
     text: str
 
 
-def verify(path: Path) -> Audit:
-    """Check a log and its rotated parts. OSError if it cannot be read."""
-    audit = Audit(path)
-    audit._read_all()
-    return audit
-
-
 class Audit:
-    """What `verify` found."""
+    """Checks a log and its rotated parts. OSError if it cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self.lines = 0
@@ -51,6 +42,7 @@ class Audit:
         self._begun = self._closed = self._blind = False
         self._torn = ""  # where a line ended early
         self._unchained = 0
+        self._read_all()
 
     @property
     def whole(self) -> bool:
