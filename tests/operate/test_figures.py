@@ -5,13 +5,24 @@ from fake_server import MadeUpPage, busy_page
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.operate.figures import History, Page, Reading, combine, compute, quantile
+from vllm_semantic_sched.operate.figures import (
+    Figures,
+    History,
+    Interval,
+    Page,
+    compute,
+    quantile,
+)
 
 TTFT = "time_to_first_token_seconds"
 
 
-def reading(page: MadeUpPage, time: float = 0.0) -> Reading:
-    return Reading(time, Page(page.text()))
+def reading(page: MadeUpPage, time: float = 0.0) -> Page:
+    return Page(page.text(), time)
+
+
+def added(history: History, page: MadeUpPage, time: float = 0.0) -> Figures:
+    return compute([history.add(reading(page, time))])
 
 
 def test_gauges_are_shown_by_level_and_engines_are_added_up() -> None:
@@ -22,7 +33,7 @@ def test_gauges_are_shown_by_level_and_engines_are_added_up() -> None:
     page.set("predictor_up", 0, engine=1)
     page.set("policy_version", 3, engine=1)
     page.kv_use(0.125, engine=1)
-    figures = compute(reading(page), None)
+    figures = compute([Interval(reading(page), None)])
     assert [(tier.level, tier.tier) for tier in figures.tiers] == [
         (0, "immediate"),
         (1, "urgent"),
@@ -37,7 +48,7 @@ def test_gauges_are_shown_by_level_and_engines_are_added_up() -> None:
 
 
 def test_first_reading_counts_from_the_start_of_the_server() -> None:
-    figures = History().add(reading(busy_page()))
+    figures = added(History(), busy_page())
     assert figures.window is None and figures.tiers[1].held is None
     assert figures.preemptions["recompute"] == 4 and figures.preemptions["swap"] == 2
     top = figures.tiers[0]
@@ -52,7 +63,7 @@ def test_second_reading_counts_from_the_first() -> None:
     page.observe(TTFT, [20.0] * 10, "immediate")
     page.add("preemptions", 5, "swap", "kv_shortage")
     page.add("held_seconds", 30.0, "urgent")
-    figures = history.add(reading(page, 110.0))
+    figures = added(history, page, 110.0)
     assert figures.window == 10.0
     assert figures.preemptions["swap"] == 5 and figures.preemptions["recompute"] == 0
     assert figures.tiers[0].started == 10 and 10.0 < figures.tiers[0].ttft_p50 < 30.0
@@ -63,7 +74,7 @@ def test_window_is_the_last_minute() -> None:
     page, history = busy_page(), History()
     for second in range(0, 200, 5):
         page.observe(TTFT, [1.0], "urgent")
-        figures = history.add(reading(page, second))
+        figures = added(history, page, second)
     assert figures.window == 60.0 and figures.tiers[1].started == 12
 
 
@@ -73,10 +84,10 @@ def test_restarted_server_counts_from_its_start() -> None:
     restarted = MadeUpPage()
     restarted.tiers("immediate")
     restarted.observe(TTFT, [0.7], "immediate")
-    figures = history.add(reading(restarted, 5.0))
+    figures = added(history, restarted, 5.0)
     assert figures.window is None and figures.tiers[0].started == 1
     restarted.observe(TTFT, [0.7], "immediate")
-    figures = history.add(reading(restarted, 15.0))
+    figures = added(history, restarted, 15.0)
     assert figures.window == 10.0 and figures.tiers[0].started == 1
 
 
@@ -85,8 +96,7 @@ def test_servers_are_added_up_by_tier() -> None:
     quiet.tiers("immediate")
     quiet.observe(TTFT, [4.0] * 200, "immediate")
     quiet.set("policy_version", 1)
-    each = [compute(reading(page), None) for page in (busy_page(), quiet)]
-    total = combine(each)
+    total = compute([Interval(reading(page), None) for page in (busy_page(), quiet)])
     assert [tier.tier for tier in total.tiers] == ["immediate", "urgent", "non-urgent"]
     assert total.tiers[0].started == 300 and 2.5 < total.tiers[0].ttft_p50 < 5.0
     assert total.running == 16 and total.waiting == 33
@@ -95,8 +105,8 @@ def test_servers_are_added_up_by_tier() -> None:
 
 
 def test_server_without_requests_has_empty_figures() -> None:
-    page = Page("# HELP other A metric.\n# TYPE other gauge\nother 1\n")
-    figures = compute(Reading(0.0, page), None)
+    page = Page("# HELP other A metric.\n# TYPE other gauge\nother 1\n", 0.0)
+    figures = compute([Interval(page, None)])
     assert not page and not figures.tiers and not figures.preemptions
     assert figures.kv_use is None and figures.predictor_up is None
     assert figures.policy_versions == ()
@@ -105,7 +115,7 @@ def test_server_without_requests_has_empty_figures() -> None:
 @pytest.mark.parametrize("text", ["<html>", "hello world", "{}", 'a{b="c} 1'])
 def test_other_pages_are_rejected(text) -> None:
     with pytest.raises(ValueError, match="not a page of Prometheus metrics"):
-        Page(text)
+        Page(text, 0.0)
 
 
 @given(st.lists(st.floats(0.001, 2000.0), min_size=1, max_size=50), st.sampled_from([0.5, 0.99]))

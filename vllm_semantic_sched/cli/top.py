@@ -18,6 +18,7 @@ import tty
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -26,7 +27,7 @@ from rich.text import Text
 
 from vllm_semantic_sched.cli.arguments import Failure, add_server_arguments
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
-from vllm_semantic_sched.operate.figures import Figures, TierFigures, combine
+from vllm_semantic_sched.operate.figures import Figures, TierFigures, compute
 from vllm_semantic_sched.operate.watch import ServerState, ServerWatch
 
 Cell = str | tuple[str, str]
@@ -81,7 +82,7 @@ def _print(watches: Sequence[ServerWatch], args: argparse.Namespace) -> int:
             if args.json:
                 total = _total(states)
                 shown = {"servers": [state.as_json() for state in states]}
-                print(json.dumps(shown | {"total": total and total.as_json()}), flush=True)
+                print(json.dumps(shown | {"total": total and asdict(total)}), flush=True)
             else:
                 console.print(draw(states))
             if args.once:
@@ -115,8 +116,8 @@ def draw(states: Sequence[ServerState], messages: Mapping[str, str] | None = Non
 
 
 def _total(states: Sequence[ServerState]) -> Figures | None:
-    each = [state.figures for state in states if state.figures is not None]
-    return combine(each) if each else None
+    intervals = [state.interval for state in states if state.interval is not None]
+    return compute(intervals) if intervals else None
 
 
 def _server_row(state: ServerState) -> list[Cell]:
