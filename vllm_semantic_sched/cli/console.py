@@ -21,22 +21,21 @@ def make_console() -> Console:
     return Console(width=max(_WIDTH, Console().width), highlight=False)
 
 
-def make_table(
-    title: str, *columns: str, words: int = 1, rows: Iterable[Iterable[object]] = ()
-) -> Table:
+def make_table(title: str, *columns: str, words: int = 1) -> Table:
     """A table whose first `words` columns hold words and the others figures."""
     table = Table(title=title, box=box.SIMPLE)
     for place, column in enumerate(columns):
         table.add_column(column, justify="left" if place < words else "right")
-    for row in rows:
-        table.add_row(*map(str, row))
     return table
 
 
 def print_table(
     title: str, columns: Iterable[str], rows: Iterable[Iterable[object]], words: int = 1
 ) -> None:
-    make_console().print(make_table(title, *columns, words=words, rows=rows))
+    table = make_table(title, *columns, words=words)
+    for row in rows:
+        table.add_row(*map(str, row))
+    make_console().print(table)
 
 
 def save_page(page: Page, folder: Path) -> list[Path]:

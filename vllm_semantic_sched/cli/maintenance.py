@@ -18,9 +18,7 @@ from typing import Any
 from vllm_semantic_sched.cli.arguments import Failure, add_server_arguments
 from vllm_semantic_sched.operate.client import AdminClient, AdminError, abandon_pause
 
-POLL_SECONDS = 0.5
-"""Time between two reports of progress."""
-
+POLL_SECONDS = 0.5  # between two reports of progress
 _ACTIONS = ("pause", "resume", "sleep", "wake", "reload-weights", "load-lora", "unload-lora")
 _COUNTS = ("running", "waiting")
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         name: str, run: Callable[[argparse.Namespace], None], text: str
     ) -> argparse.ArgumentParser:
         parser = kinds.add_parser(name, help=text)
-        parser.set_defaults(run=run, command=f"train {name}")
+        parser.set_defaults(run=failing_in_lab()(run), command=f"train {name}")
         return parser
 
     add = kind("all", _train_all, "the shipped model, from the data folder").add_argument
@@ -132,7 +132,6 @@ def _data_folder(args: argparse.Namespace) -> Path:
     raise DataNotFound("no data folder: pass --data DIR or set SEMSCHED_DATA")
 
 
-@failing_in_lab()
 def _train_instant(args: argparse.Namespace) -> None:
     from vllm_semantic_sched.lab.training.train import train_instant
     from vllm_semantic_sched.predict.instant import INSTANT_FILE
@@ -142,7 +141,6 @@ def _train_instant(args: argparse.Namespace) -> None:
     print(f"saved to {args.output / INSTANT_FILE}")
 
 
-@failing_in_lab()
 def _train_all(args: argparse.Namespace) -> None:
     root = _data_folder(args)
     from vllm_semantic_sched.lab.training.train import train_all
@@ -152,14 +150,12 @@ def _train_all(args: argparse.Namespace) -> None:
     _print_thresholds(args.output, texts)
 
 
-@failing_in_lab()
 def _train_urgency(args: argparse.Namespace) -> None:
     from vllm_semantic_sched.lab.training.fine_tune import train_urgency
 
     _report(args, train_urgency(_options(args), args.domain, args.csv, args.examples, args.test))
 
 
-@failing_in_lab()
 def _train_length(args: argparse.Namespace) -> None:
     """Train, and take the old model back if the new one orders unseen prompts worse."""
     from vllm_semantic_sched.lab.evaluation.measure import model_guesser

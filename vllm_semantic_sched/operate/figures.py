@@ -1,13 +1,11 @@
 """Figures of running servers for an operator, computed from their metrics pages."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -50,7 +48,7 @@ class Page:
             groups[tuple(own[label] for label in labels)].append(value)
         return groups
 
-    def restarted_since(self, before: Page) -> bool:
+    def restarted_since(self, before: Self) -> bool:
         """Whether a counter is lower than on an earlier page of the server."""
         return any(
             self._samples.get(name, {}).get(labels, 0.0) < value

@@ -16,10 +16,11 @@ class Decoding:
 
     def __init__(self, pool: BlockPool, find_longest: bool) -> None:
         self.tick = 0
-        self.held_growth = 0  # blocks that held sequences need for their next token
+        # Held sequences, which count in nothing else: blocks that each needs for its next token.
+        self.held: dict[Run, int] = {}
+        self.held_growth = 0  # of all together
         self._pool = pool
         self._tokens = 0  # of all sequences at tick 0
-        self._held: dict[Run, int] = {}  # blocks that each of these needs for it
         self._longest: AddressableHeap[Run] | None = AddressableHeap() if find_longest else None
         self._ends: AddressableHeap[Run] = AddressableHeap()
         # Empty if blocks are unlimited, because none are counted then.
@@ -29,11 +30,6 @@ class Decoding:
 
     def __len__(self) -> int:
         return len(self._ends)
-
-    @property
-    def held(self) -> int:
-        """Number of held sequences; they count in nothing else."""
-        return len(self._held)
 
     def __contains__(self, run: object) -> bool:
         return run in self._ends
@@ -88,13 +84,13 @@ class Decoding:
             self.observe(run)
             self._stop(run)
             needed = self._pool.needed(run.job.tokens) if self._phases else run.blocks
-            self._held[run] = needed - run.blocks
-            self.held_growth += self._held[run]
+            self.held[run] = needed - run.blocks
+            self.held_growth += self.held[run]
 
     def release(self, run: Run) -> None:
         """Let a sequence advance again; no-op if it is not held."""
-        if run in self._held:
-            self.held_growth -= self._held.pop(run)
+        if run in self.held:
+            self.held_growth -= self.held.pop(run)
             self.add(run)
 
     # KV blocks

@@ -230,7 +230,7 @@ class Engine:
 
     def decode_tokens(self) -> int:
         """Tokens of the budget that decoding requests take."""
-        held = 0 if self._hold_given else self._decoding.held  # so far nobody is, in this step
+        held = 0 if self._hold_given else len(self._decoding.held)  # so far nobody is, in this step
         return len(self._decoding) + held
 
     def is_ready(self, job: Job) -> bool:

@@ -1,11 +1,10 @@
 """Metrics of a run per urgency level, in the words and formulas of the benchmark, and the queue
 depth over time. Of a finished request two numbers are kept, for the percentiles."""
 
-from __future__ import annotations
-
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 
@@ -171,7 +170,7 @@ class _Row:
         self._last_arrival = max(self._last_arrival, float(block["arrival"].max()))
         self._last_finish = max(self._last_finish, float(block["finish"].max()))
 
-    def metrics(self, rows: Sequence[_Row]) -> dict[str, float]:
+    def metrics(self, rows: Sequence[Self]) -> dict[str, float]:
         """Metrics of this row; percentiles are those of the values of `rows`."""
         sums, finished = self._sums, self.count - self._sums["refused"]
         row = {
