@@ -14,7 +14,8 @@ from typing import Any
 from vllm_semantic_sched.sim.spans import HELD, Span
 
 END_STATES = ("completed", "failed", "cancelled", "refused")
-_STATES = {"queued", "running", "swapped", *END_STATES}
+WAITING = ("queued", "swapped")
+_STATES = {"running", *WAITING, *END_STATES}
 _DEPTH_INTERVAL = 0.1  # seconds; more points than that cannot be told apart in a chart
 
 
@@ -114,7 +115,7 @@ class LogReader:
             self._requests[key] = request
             if event["from"] == "running":
                 request.seated = now
-        elif request.state in ("queued", "swapped"):
+        elif request.state in WAITING:
             self._waiting[request.tier] -= 1
         request.level, request.tier, request.state = level, tier, state
         if event.get("first_token") is not None:
@@ -123,7 +124,7 @@ class LogReader:
             request.end_hold(now, float(event["held"]))
         elif not decides:
             self._change_state(request, event, now)
-        elif state != "running":
+        if state in WAITING:
             self._waiting[tier] += 1
         if self._unfinished_kept and (
             not self.depths or now - self.depths[-1][0] >= _DEPTH_INTERVAL
@@ -141,12 +142,10 @@ class LogReader:
             request.end = now
             request.end_span(now, "finish" if state == "completed" else state)
             self._unfinished_kept -= request.keeps_spans
-        else:
-            self._waiting[request.tier] += 1
-            if request.seated is not None:
-                kind = event.get("plan") or event.get("reason") or "recompute"
-                request.preemptions[kind] += 1
-                request.end_span(now, kind)
+        elif request.seated is not None:
+            kind = event.get("plan") or event.get("reason") or "recompute"
+            request.preemptions[kind] += 1
+            request.end_span(now, kind)
 
 
 def logs_in(paths: Iterable[Path]) -> list[Path]:
