@@ -84,7 +84,6 @@ def add_nice_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def make_server(args: argparse.Namespace) -> ServerConfig:
-    """The server that the options describe."""
     return ServerConfig(
         model=args.model,
         log=args.output / "server.log",

@@ -53,8 +53,6 @@ _MOST_STEP_TOKENS = 2048
 
 
 class Machine(NamedTuple):
-    """What a server runs on."""
-
     has_gpu: bool
     cores: int
     free_gib: float

@@ -88,7 +88,6 @@ def _scenarios(args: argparse.Namespace) -> Sequence[Scenario]:
 
 
 def _tables(cells: Sequence[Cell], metric: str) -> Iterator[Table]:
-    """The metric by level, and the totals."""
     columns = {level_title(level): (level, metric) for level in runs.level_names(cells)}
     yield _table(cells, f"{metric}: {METRICS[metric]}", columns)
     totals = [name for name in _ALWAYS_SHOWN if name != metric]

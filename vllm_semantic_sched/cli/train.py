@@ -224,8 +224,6 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 class _RoundBars:
-    """A progress bar for each round of training."""
-
     def __call__(self, step: Step) -> None:
         if step.number == 1:
             title = f"round {step.round}/{step.rounds}"

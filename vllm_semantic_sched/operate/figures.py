@@ -103,8 +103,6 @@ class History:
 
 @dataclass(frozen=True)
 class TierFigures:
-    """One tier."""
-
     level: int | None  # None if the server does not say
     tier: str
     waiting: int  # requests without a seat

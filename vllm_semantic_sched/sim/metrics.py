@@ -70,7 +70,6 @@ class Recorder:
         self._service = TenantService()
 
     def add(self, run: Run) -> None:
-        """Take in a finished or refused request."""
         request = run.request
         if run.refused:
             promised = is_promised(self._slos[request.level])

@@ -36,8 +36,6 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to one question about one scheduler."""
-
     scheduler: str
     question: Question
     best: Trial | None  # None if no trial holds

@@ -21,8 +21,6 @@ _FOLLOWED = 200  # first requests whose times in seats are kept
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One run."""
-
     scenario: Scenario
     scheduler: str
     repeat: int

@@ -191,7 +191,6 @@ class _Replica:
         self._taken_in = 0  # requests since the last step
 
     def submit(self, run: Run) -> None:
-        """A request arrives at the queue."""
         self._taken_in += 1
         self.engine.submit(run, self._events.now)
         self._simulation.note_depth()

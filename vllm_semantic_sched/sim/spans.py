@@ -80,5 +80,4 @@ def chrome_trace(
 
 
 def level_color(level: int) -> str:
-    """The color of an urgency level in every chart."""
     return LEVEL_COLORS[level % len(LEVEL_COLORS)]

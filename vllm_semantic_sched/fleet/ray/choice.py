@@ -70,7 +70,6 @@ class ReplicaChoice:
                 self._placement.report(self._index[replica], report)
 
     def forget(self, replica: Replica) -> None:
-        """A replica has died."""
         if replica in self._index:
             self._set_replicas([one for one in self._index if one != replica])
 
