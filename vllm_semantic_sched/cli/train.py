@@ -40,7 +40,7 @@ from vllm_semantic_sched.cli.evaluate import measure_of, report_on
 from vllm_semantic_sched.lab.evaluation.examples import read_examples, read_labeled_set
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.config.estimates import Decision
-from vllm_semantic_sched.sim.datasets import DataNotFound, data_root
+from vllm_semantic_sched.sim.datasets import data_root
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.lab.evaluation.baselines import Guesser
@@ -129,7 +129,7 @@ def _add_model_arguments(add: Callable[..., object], base: str = "shipped") -> N
 def _data_folder(args: argparse.Namespace) -> Path:
     if root := args.data or data_root():
         return Path(root)
-    raise DataNotFound("no data folder: pass --data DIR or set SEMSCHED_DATA")
+    raise FileNotFoundError("no data folder: pass --data DIR or set SEMSCHED_DATA")
 
 
 def _train_instant(args: argparse.Namespace) -> None:

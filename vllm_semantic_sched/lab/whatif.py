@@ -27,7 +27,7 @@ from vllm_semantic_sched.sim.runner import Cell, Task, cells_of, run_task
 from vllm_semantic_sched.sim.scenario import Scenario, parse_scenarios
 from vllm_semantic_sched.sim.sections import Settings
 from vllm_semantic_sched.sim.simulation import Given, simulate
-from vllm_semantic_sched.sim.workload import TraceError, Workload
+from vllm_semantic_sched.sim.workload import Workload, WorkloadError
 
 MEASURED, SAME = "measured", "simulated"
 """Names of the cells of the recorded policy: as measured, and as simulated."""
@@ -41,7 +41,7 @@ _ENOUGH_STEPS = 16  # of steps with and without prefills, for a fit
 _MOST_STEPS = 20_000
 
 
-class UnusableLog(TraceError):
+class UnusableLog(WorkloadError):
     """An event log has too little for a replay. The message says what is missing."""
 
 

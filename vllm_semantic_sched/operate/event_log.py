@@ -14,8 +14,8 @@ from typing import Any
 from vllm_semantic_sched.sim.spans import HELD, Span
 
 END_STATES = ("completed", "failed", "cancelled", "refused")
-WAITING = ("queued", "swapped")
-_STATES = {"running", *WAITING, *END_STATES}
+UNSEATED = ("queued", "swapped")
+_STATES = {"running", *UNSEATED, *END_STATES}
 _DEPTH_INTERVAL = 0.1  # seconds; more points than that cannot be told apart in a chart
 
 
@@ -115,7 +115,7 @@ class LogReader:
             self._requests[key] = request
             if event["from"] == "running":
                 request.seated = now
-        elif request.state in WAITING:
+        elif request.state in UNSEATED:
             self._waiting[request.tier] -= 1
         request.level, request.tier, request.state = level, tier, state
         if event.get("first_token") is not None:
@@ -124,7 +124,7 @@ class LogReader:
             request.end_hold(now, float(event["held"]))
         elif not decides:
             self._change_state(request, event, now)
-        if state in WAITING:
+        if state in UNSEATED:
             self._waiting[tier] += 1
         if self._unfinished_kept and (
             not self.depths or now - self.depths[-1][0] >= _DEPTH_INTERVAL

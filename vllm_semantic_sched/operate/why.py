@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_semantic_sched.operate.event_log import END_STATES, WAITING, events_in, key_of
+from vllm_semantic_sched.operate.event_log import END_STATES, UNSEATED, events_in, key_of
 from vllm_semantic_sched.policy.events import hashed_id, keyed_hash
 
 Event = dict[str, Any]
@@ -91,13 +91,13 @@ class Waits:
         if event["from"] == event["state"]:
             return [], None
         time, delays, window = float(event["time"]), [], None
-        if event["from"] in WAITING:
+        if event["from"] in UNSEATED:
             delays = self._parts(event, time)
             if self._since is not None:
                 window = (self._since, time)
         elif event["from"] == "running" and event["state"] not in END_STATES:
             self._preempted = event
-        self._since = time if event["state"] in WAITING else None
+        self._since = time if event["state"] in UNSEATED else None
         return delays, window
 
     def _parts(self, event: Event, time: float) -> list[Delay]:
@@ -157,7 +157,7 @@ def _find_served(log: Path, account: Account) -> None:
         (float(event["time"]), str(event["request"]), int(event["level"]))
         for event in events_of(log, '"state": "running"')
         if begin <= float(event["time"]) <= end
-        and event["from"] in WAITING
+        and event["from"] in UNSEATED
         and int(event["engine"]) == account.engine
         and event["request"] != account.request
     ]

@@ -21,10 +21,7 @@ from vllm_semantic_sched.sim.decoding import Decoding
 from vllm_semantic_sched.sim.request import Run
 from vllm_semantic_sched.sim.sections import EngineModel
 from vllm_semantic_sched.sim.spans import HELD
-
-
-class RequestTooLarge(ValueError):
-    """A request that the engine could not hold even if it were alone."""
+from vllm_semantic_sched.sim.workload import WorkloadError
 
 
 class Engine:
@@ -79,11 +76,11 @@ class Engine:
     # Requests
 
     def submit(self, run: Run, now: float) -> None:
-        """Queue a request. RequestTooLarge if its prompt and answer exceed the KV cache."""
+        """Queue a request. WorkloadError if its prompt and answer exceed the KV cache."""
         request = run.request
         needed = self.pool.needed(request.prompt_tokens + request.output_tokens)
         if needed > self.pool.total:
-            raise RequestTooLarge(
+            raise WorkloadError(
                 f"request {request.index} needs {needed} KV blocks for {request.prompt_tokens} "
                 f"prompt and {request.output_tokens} output tokens; the engine has "
                 f"{self.pool.total}"

@@ -45,7 +45,7 @@ def simulate(
     watch: Callable[[SchedulingCore], None] | None = None,  # gets each core before all requests
 ) -> Simulation:
     """Run one scheduler on the draw of the workload of a repeat, the same for all schedulers.
-    TraceError if a trace cannot be read, RequestTooLarge if a request does not fit into the engine.
+    WorkloadError if a trace cannot be read or a request does not fit into the engine.
     """
     settings, policy = scenario.settings, scenario.policies[scheduler]
 
