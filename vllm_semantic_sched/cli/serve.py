@@ -182,19 +182,13 @@ def _request(model: str, options: Sequence[str]) -> str:
 
 def launch_of(
     model: str,
-    options: Sequence[str],
-    settings: Mapping[str, Any],
-    host_gib: float | None,
+    options: Sequence[str],  # of vLLM, as given
+    settings: Mapping[str, Any],  # of the scheduler, by name; None: not set
+    host_gib: float | None,  # None: by free memory
     machine: Machine,
 ) -> tuple[list[str], list[str], dict[str, str]]:
     """The command of `vllm serve`, what to say about it, and environment variables that it needs.
-    Failure if an option contradicts the scheduler.
-
-    Args:
-        options: of vLLM, as given.
-        settings: of the scheduler, by name; None: not set.
-        host_gib: None: by free memory.
-    """
+    Failure if an option contradicts the scheduler."""
     rest = list(options)
     scheduler = _take(rest, "--scheduler-cls")
     if scheduler not in (None, SCHEDULER):
