@@ -14,7 +14,7 @@ from vllm_semantic_sched.cli.console import describe_keys, make_console, make_ta
 from vllm_semantic_sched.lab.report import runs
 from vllm_semantic_sched.lab.report.content import level_title, number_text
 from vllm_semantic_sched.policy.facts.files import shipped_names
-from vllm_semantic_sched.sim.metrics import ALL, METRICS, is_promised
+from vllm_semantic_sched.sim.metrics import ALL, METRICS, targets
 from vllm_semantic_sched.sim.runner import Cell, cells_of, mapped, run_task, tasks_of
 from vllm_semantic_sched.sim.scenario import Scenario, load_scenarios
 from vllm_semantic_sched.sim.sections import Settings
@@ -77,7 +77,7 @@ def _scenarios(args: argparse.Namespace) -> Sequence[Scenario]:
         raise arguments.Failure(problem, 2)
     scenarios = load_scenarios(args.scenario, arguments.parse_changes(args.set))
     if args.metric == "slo_met" and not any(
-        is_promised(slo)
+        targets(slo)
         for scenario in scenarios
         for scheduler in scenario.policies
         for slo in scenario.slos(scheduler)

@@ -10,6 +10,7 @@ import numpy as np
 
 from vllm_semantic_sched.policy.facts.job import PassCause
 from vllm_semantic_sched.policy.facts.tiers import Slo
+from vllm_semantic_sched.policy.overload.slo import MEASURES
 from vllm_semantic_sched.sim.request import Run
 
 ALL = "all"
@@ -63,7 +64,7 @@ class Recorder:
     """Takes in finished requests and computes their metrics."""
 
     def __init__(self, slos: Sequence[Slo]) -> None:
-        self._slos = slos
+        self._targets = [*map(targets, slos)]
         self._finished = array("d")  # rows of _COLUMNS
         self._levels = [_Row() for _ in slos]
         self._all = _Row()
@@ -72,7 +73,7 @@ class Recorder:
     def add(self, run: Run) -> None:
         request = run.request
         if run.refused:
-            promised = is_promised(self._slos[request.level])
+            promised = bool(self._targets[request.level])
             for row in (self._levels[request.level], self._all):
                 row.add_refused(request.arrival, promised)
             return
@@ -115,12 +116,12 @@ class Recorder:
         gaps = np.maximum(1, block["tokens"] - 1)
         block["tpot"] = (block["finish"] - block["first_token"]) / gaps
         block["promised"], block["kept"] = np.zeros((2, len(table)), dtype=bool)
-        levels = [block["level"] == level for level in range(len(self._slos))]
-        for here, slo in zip(levels, self._slos, strict=True):
-            if is_promised(slo):
+        for level, (row, promises) in enumerate(zip(self._levels, self._targets, strict=True)):
+            here = block["level"] == level
+            if promises:
+                met = [block[name] <= target for name, target in promises.items()]
                 block["promised"] |= here
-                block["kept"] |= here & _met(slo, block)
-        for here, row in zip(levels, self._levels, strict=True):
+                block["kept"] |= here & np.logical_and.reduce(met)
             if here.any():
                 members = {name: values[here] for name, values in block.items()}
                 row.add(members)
@@ -129,18 +130,9 @@ class Recorder:
         self._all.add(block)
 
 
-def is_promised(slo: Slo) -> bool:
-    """Whether an SLO has any target."""
-    return not slo.ttft is slo.tpot is slo.e2e is None
-
-
-def _met(slo: Slo, block: _Block) -> np.ndarray:
-    met = np.ones(len(block["level"]), dtype=bool)
-    for name in ("ttft", "tpot", "e2e"):
-        target = getattr(slo, name)
-        if target is not None:
-            met &= block[name] <= target
-    return met
+def targets(slo: Slo) -> dict[str, float]:
+    """The promised latencies by measure, seconds; empty if nothing is promised."""
+    return slo.model_dump(include={*MEASURES}, exclude_none=True)
 
 
 class _Row:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from vllm_semantic_sched.policy.facts.tiers import Slo
-from vllm_semantic_sched.sim.metrics import is_promised
+from vllm_semantic_sched.sim.metrics import targets
 from vllm_semantic_sched.sim.runner import Task, cells_of, run_task
 from vllm_semantic_sched.sim.scenario import Scenario
 from vllm_semantic_sched.sim.sections import Routing
@@ -92,7 +92,7 @@ def holds(levels: dict[str, dict[str, float]], slos: Sequence[Slo]) -> bool:
     return all(
         levels[str(level)]["slo_met"] >= slo.percentile / 100
         for level, slo in enumerate(slos)
-        if is_promised(slo) and str(level) in levels
+        if targets(slo) and str(level) in levels
     )
 
 
