@@ -73,8 +73,7 @@ def _scenarios(args: argparse.Namespace) -> Sequence[Scenario]:
     if args.scenario is None or args.output is None:
         raise arguments.Failure("needs --scenario and --output", 2)
     if args.metric not in METRICS:
-        problem = f"--metric {args.metric}: unknown; valid: {', '.join(METRICS)}"
-        raise arguments.Failure(problem, 2)
+        raise arguments.Failure(f"--metric {args.metric}: unknown; valid: {', '.join(METRICS)}", 2)
     scenarios = load_scenarios(args.scenario, arguments.parse_changes(args.set))
     if args.metric == "slo_met" and not any(
         targets(slo)
@@ -82,8 +81,7 @@ def _scenarios(args: argparse.Namespace) -> Sequence[Scenario]:
         for scheduler in scenario.policies
         for slo in scenario.slos(scheduler)
     ):
-        problem = "--metric slo_met: neither the scenario nor a policy has an SLO"
-        raise arguments.Failure(problem, 2)
+        raise arguments.Failure("--metric slo_met: neither the scenario nor a policy has an SLO", 2)
     return scenarios
 
 

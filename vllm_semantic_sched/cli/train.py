@@ -66,8 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add = kind("all", _train_all, "the shipped model, from the data folder").add_argument
     add("--data", type=Path, help=_DATA)
-    text = "share of the texts per round; 0.01 tries it out"
-    add("--scale", type=float, default=1.0, help=text)
+    add("--scale", type=float, default=1.0, help="share of the texts per round; 0.01 tries it out")
     text = (
         "of a new network: 2, 3, 4, 6 or 12 (%(default)s); 12, all of the pretrained encoder's, "
         "for a teacher"

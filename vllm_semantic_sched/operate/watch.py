@@ -55,8 +55,7 @@ class ServerWatch:
         note = None if page else "no scheduler metrics; they begin with the first request"
         paused = locked = None
         try:
-            engines = self._client.status(timeout=_TIMEOUT)
-            paused = any(engine.get("paused") for engine in engines)
+            paused = any(engine.get("paused") for engine in self._client.status(timeout=_TIMEOUT))
         except AdminError as refusal:
             locked = str(refusal)
         self.state = ServerState(url, compute([interval]), note, paused, locked, interval)

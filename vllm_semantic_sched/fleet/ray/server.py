@@ -55,8 +55,7 @@ class UrgencyServer(LLMServer):
         """Called by Ray at intervals: the load, for `UrgencyRouter`."""
         stats: dict[str, Any] = dict(await super().record_routing_stats())
         with contextlib.suppress(Exception):  # the engine is starting, stuck or dead
-            statuses = await ask_engines(self._client, "status")
-            stats[STATS_KEY] = load_of(statuses, self._number)
+            stats[STATS_KEY] = load_of(await ask_engines(self._client, "status"), self._number)
             self._number = stats[STATS_KEY]["number"]
         return stats
 
