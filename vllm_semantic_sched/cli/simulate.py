@@ -3,7 +3,7 @@
 import argparse
 import itertools
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.table import Table
@@ -58,8 +58,10 @@ def run(args: argparse.Namespace) -> None:
     console = make_console()
     if settings.description:
         console.print(settings.description, soft_wrap=True)
-    for table in _tables(cells, args.metric):
-        console.print(table)
+    levels = {level_title(level): (level, args.metric) for level in runs.level_names(cells)}
+    console.print(_table(cells, f"{args.metric}: {METRICS[args.metric]}", levels))
+    totals = {name.replace("_", "\n"): (ALL, name) for name in _ALWAYS_SHOWN if name != args.metric}
+    console.print(_table(cells, "all levels", totals))
     written = runs.write_results(args.output, settings, cells)
     small = [cell for cell in cells if cell.spans and cell.levels[ALL]["count"] <= _MOST_ROWS]
     for number, cell in enumerate(small[:_MOST_CHARTS]):
@@ -83,13 +85,6 @@ def _scenarios(args: argparse.Namespace) -> Sequence[Scenario]:
     ):
         raise arguments.Failure("--metric slo_met: neither the scenario nor a policy has an SLO", 2)
     return scenarios
-
-
-def _tables(cells: Sequence[Cell], metric: str) -> Iterator[Table]:
-    columns = {level_title(level): (level, metric) for level in runs.level_names(cells)}
-    yield _table(cells, f"{metric}: {METRICS[metric]}", columns)
-    totals = [name for name in _ALWAYS_SHOWN if name != metric]
-    yield _table(cells, "all levels", {name.replace("_", "\n"): (ALL, name) for name in totals})
 
 
 def _table(cells: Sequence[Cell], title: str, columns: Mapping[str, tuple[str, str]]) -> Table:

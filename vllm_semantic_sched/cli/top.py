@@ -128,9 +128,11 @@ def _server_row(state: ServerState) -> list[Cell]:
     predictor = {None: "-", True: "up", False: "down"}[figures.predictor_up]
     if figures.predictor_up and figures.predictor_queue:
         predictor = f"{figures.predictor_queue} queued"
+    running = sum(tier.running for tier in figures.tiers)
+    waiting = sum(tier.waiting for tier in figures.tiers)
     versions = "/".join(f"v{version}" for version in figures.policy_versions) or "-"
     return [
-        *(name, "paused" if state.paused else serves, str(figures.running), str(figures.waiting)),
+        *(name, "paused" if state.paused else serves, str(running), str(waiting)),
         *(_percent(figures.kv_use), _percent(figures.host_pool_use), predictor),
         versions + (" + canary" if figures.canary else ""),
     ]

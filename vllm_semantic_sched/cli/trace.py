@@ -75,7 +75,7 @@ def _verify(paths: list[Path]) -> int:
         if len(audit.findings) > _MOST_FINDINGS:
             print(f"... {len(audit.findings) - _MOST_FINDINGS} more")
         result = "unchanged" if audit.whole else "CHANGED"
-        print(f"{log}: {audit.lines} lines {result}; last hash {audit.last}")
+        print(f"{log}: {audit.lines} lines {result}; last hash {audit.chain.last}")
         whole &= audit.whole
     return int(not whole) if logs else 2
 

@@ -42,15 +42,10 @@ class LoggedRequest:
     def end_span(self, now: float, kind: str) -> None:
         """Close the span of the present seat. A request without a seat gets an empty span, which
         shows it in the chart."""
-        self._keep_span(now if self.seated is None else self.seated, now, kind)
+        self.keep_span(now if self.seated is None else self.seated, now, kind)
         self.seated = None
 
-    def end_hold(self, now: float, seconds: float) -> None:
-        """Count a hold that is over, and show it in the chart."""
-        self.held += seconds
-        self._keep_span(max(now - seconds, self.seated or 0.0), now, HELD)
-
-    def _keep_span(self, start: float, end: float, kind: str) -> None:
+    def keep_span(self, start: float, end: float, kind: str) -> None:
         if self.keeps_spans:
             same = self.request, self.level, self.arrival
             self.spans.append(Span(*same, start, end, kind, self.engine))
@@ -121,7 +116,9 @@ class LogReader:
         if event.get("first_token") is not None:
             request.first_token = float(event["first_token"]) - self._start
         if "held" in event:
-            request.end_hold(now, float(event["held"]))
+            seconds = float(event["held"])
+            request.held += seconds
+            request.keep_span(max(now - seconds, request.seated or 0.0), now, HELD)
         elif not decides:
             self._change_state(request, event, now)
         if state in UNSEATED:

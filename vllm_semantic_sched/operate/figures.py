@@ -132,14 +132,6 @@ class Figures:
     observing: bool  # whether an engine only observes
     canary: bool  # whether an engine runs a canary
 
-    @property
-    def waiting(self) -> int:
-        return sum(tier.waiting for tier in self.tiers)
-
-    @property
-    def running(self) -> int:
-        return sum(tier.running for tier in self.tiers)
-
 
 def compute(intervals: Sequence[Interval]) -> Figures:
     """Figures of servers, whose engines are added up; so are tiers of the same level and name."""
