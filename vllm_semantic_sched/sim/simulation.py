@@ -192,7 +192,7 @@ class _Replica:
 
     def submit(self, run: Run) -> None:
         self._taken_in += 1
-        self.engine.submit(run, self._events.now)
+        self.engine.submit(run)
         self._simulation.note_depth()
         if not self._busy:
             self._busy = True
@@ -226,12 +226,12 @@ class _Replica:
         self._begin_step()
 
     def _finish_step(self) -> None:
-        for run in self.engine.end_step(self._events.now):
+        for run in self.engine.end_step():
             self._simulation.done(run)
 
     def _decided(self) -> float | None:
         """Let the engine decide on a step; its seconds, None if there is nothing to do."""
-        seconds = self.engine.begin_step(self._events.now)
+        seconds = self.engine.begin_step()
         self._busy = seconds is not None
         if seconds is None:
             return None
