@@ -30,8 +30,7 @@ from vllm_semantic_sched.operate.client import AdminClient, AdminError
 from vllm_semantic_sched.operate.figures import Figures, TierFigures, compute
 from vllm_semantic_sched.operate.watch import ServerState, ServerWatch
 
-Cell = str | tuple[str, str]
-"""A text, in its usual style or in that one."""
+Cell = str | tuple[str, str]  # a text, in its usual style or in that one
 
 _WIDTH = 100
 _REDRAW = 0.5  # seconds

@@ -9,9 +9,7 @@ from typing import NamedTuple, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
-WINDOW = 60.0
-"""Seconds over which increases are reported, once a server has been watched for so long."""
-
+WINDOW = 60.0  # seconds over which increases are reported, once a server was watched for so long
 _OURS = "semsched:"
 _KV_USE = "vllm:kv_cache_usage_perc"
 

@@ -27,8 +27,7 @@ _PHRASES = {
     "not_ready": "not ready (grammar, adapter, KV)",
     "unknown": "not recorded",
 }
-NOT_RECORDED = _PHRASES["unknown"]
-"""The words for a part of a wait without a cause."""
+NOT_RECORDED = _PHRASES["unknown"]  # the words for a part of a wait without a cause
 
 _ROOM = ("seat", "kv", "kv_peak", "tokens")  # others have what it waits for
 _ON_HOST = ("swap", "partial")

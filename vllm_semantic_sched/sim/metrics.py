@@ -13,9 +13,7 @@ from vllm_semantic_sched.policy.facts.tiers import Slo
 from vllm_semantic_sched.policy.overload.slo import MEASURES
 from vllm_semantic_sched.sim.request import Run
 
-ALL = "all"
-"""The row over all levels."""
-
+ALL = "all"  # the row over all levels
 _SEAT_ORDER = {f"seat_order_{cause.value}": cause for cause in PassCause}
 
 METRICS = {
@@ -56,8 +54,7 @@ _MEANS = ("e2e", "ttft", "tpot", "queueing", "held")
 _COUNTS = ("tokens", "recomputes", "swaps", "outrun", "promised", "kept")
 _SUMMED = (*_MEANS, *_COUNTS, *_SEAT_ORDER, "normalized")
 _DEPTH_BINS = 256
-_Block = dict[str, np.ndarray]
-"""Finished requests: a column per property."""
+_Block = dict[str, np.ndarray]  # finished requests: a column per property
 
 
 class Recorder:

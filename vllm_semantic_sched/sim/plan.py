@@ -43,8 +43,7 @@ class Answer:
     spans: tuple[Span, ...] = ()  # in the first repeat of `now`
 
 
-Answers = Mapping[tuple[str, Question], Answer]
-"""By scheduler and question."""
+Answers = Mapping[tuple[str, Question], Answer]  # by scheduler and question
 
 
 def answer(task: tuple[Scenario, str, Question]) -> Answer:

@@ -28,7 +28,6 @@ from vllm_semantic_sched.sim.sections import Routing
 from vllm_semantic_sched.sim.workload import Workload, draw_workload
 
 Given = tuple[Workload, Predictions]
-"""Requests and their predictions."""
 
 _WORKLOAD_STREAM, _PREDICTOR_STREAM, _INSTANT_STREAM = 1, 2, 3
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from vllm_semantic_sched.policy.placement import EngineReport, Placed, Placement
 
-STATS_KEY = "semsched"
-"""Where a replica's load is in Ray's routing statistics, see `load_of`."""
+STATS_KEY = "semsched"  # of a replica's load (see `load_of`) in Ray's routing statistics
 
 
 def load_of(statuses: Sequence[Mapping[str, Any]], before: int) -> dict[str, Any]:
