@@ -1,5 +1,7 @@
 """Figures of `semsched top`, from made-up metrics pages."""
 
+from collections import deque
+
 import pytest
 from fake_server import MadeUpPage, busy_page
 from hypothesis import given
@@ -7,9 +9,9 @@ from hypothesis import strategies as st
 
 from vllm_semantic_sched.operate.figures import (
     Figures,
-    History,
     Interval,
     Page,
+    add_page,
     compute,
     quantile,
 )
@@ -21,8 +23,8 @@ def reading(page: MadeUpPage, time: float = 0.0) -> Page:
     return Page(page.text(), time)
 
 
-def added(history: History, page: MadeUpPage, time: float = 0.0) -> Figures:
-    return compute([history.add(reading(page, time))])
+def added(history: deque[Page], page: MadeUpPage, time: float = 0.0) -> Figures:
+    return compute([add_page(history, reading(page, time))])
 
 
 def test_gauges_are_shown_by_level_and_engines_are_added_up() -> None:
@@ -48,7 +50,7 @@ def test_gauges_are_shown_by_level_and_engines_are_added_up() -> None:
 
 
 def test_first_reading_counts_from_the_start_of_the_server() -> None:
-    figures = added(History(), busy_page())
+    figures = added(deque(), busy_page())
     assert figures.window is None and figures.tiers[1].held is None
     assert figures.preemptions["recompute"] == 4 and figures.preemptions["swap"] == 2
     top = figures.tiers[0]
@@ -58,8 +60,8 @@ def test_first_reading_counts_from_the_start_of_the_server() -> None:
 
 
 def test_second_reading_counts_from_the_first() -> None:
-    page, history = busy_page(), History()
-    history.add(reading(page, 100.0))
+    page, history = busy_page(), deque()
+    added(history, page, 100.0)
     page.observe(TTFT, [20.0] * 10, "immediate")
     page.add("preemptions", 5, "swap", "kv_shortage")
     page.add("held_seconds", 30.0, "urgent")
@@ -71,7 +73,7 @@ def test_second_reading_counts_from_the_first() -> None:
 
 
 def test_window_is_the_last_minute() -> None:
-    page, history = busy_page(), History()
+    page, history = busy_page(), deque()
     for second in range(0, 200, 5):
         page.observe(TTFT, [1.0], "urgent")
         figures = added(history, page, second)
@@ -79,8 +81,8 @@ def test_window_is_the_last_minute() -> None:
 
 
 def test_restarted_server_counts_from_its_start() -> None:
-    page, history = busy_page(), History()
-    history.add(reading(page, 0.0))
+    page, history = busy_page(), deque()
+    added(history, page, 0.0)
     restarted = MadeUpPage()
     restarted.tiers("immediate")
     restarted.observe(TTFT, [0.7], "immediate")

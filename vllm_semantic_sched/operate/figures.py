@@ -80,23 +80,16 @@ class Interval(NamedTuple):
         return more
 
 
-class History:
-    """The pages of one server over the last `WINDOW` seconds."""
-
-    def __init__(self) -> None:
-        self._pages: deque[Page] = deque()
-
-    def add(self, page: Page) -> Interval:
-        """Add a page; the interval since the oldest one that is kept."""
-        pages = self._pages
-        if pages and page.restarted_since(pages[-1]):
-            pages.clear()
-        # The oldest one is the last that is at least WINDOW seconds old.
-        while len(pages) > 1 and pages[1].time <= page.time - WINDOW:
-            pages.popleft()
-        before = pages[0] if pages else None
-        pages.append(page)
-        return Interval(page, before)
+def add_page(pages: deque[Page], page: Page) -> Interval:
+    """Add a page to those of a server; the interval since the oldest one that is kept."""
+    if pages and page.restarted_since(pages[-1]):
+        pages.clear()
+    # The oldest one is the last that is at least WINDOW seconds old.
+    while len(pages) > 1 and pages[1].time <= page.time - WINDOW:
+        pages.popleft()
+    before = pages[0] if pages else None
+    pages.append(page)
+    return Interval(page, before)
 
 
 @dataclass(frozen=True)

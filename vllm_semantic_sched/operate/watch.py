@@ -1,12 +1,13 @@
 """Reads a running server again and again, and carries out an operator's actions on it."""
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_semantic_sched.operate.client import AdminClient, AdminError, abandon_pause
-from vllm_semantic_sched.operate.figures import Figures, History, Interval, Page, compute
+from vllm_semantic_sched.operate.figures import Figures, Interval, Page, add_page, compute
 
 _TIMEOUT = 5.0  # seconds for one page; a busy server answers late
 
@@ -39,7 +40,7 @@ class ServerWatch:
     def __init__(self, client: AdminClient, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
         self._clock = clock
-        self._history = History()
+        self._pages: deque[Page] = deque()
         self._pausing = False
         self.state = ServerState(client.url, error="not read yet")
 
@@ -51,7 +52,7 @@ class ServerWatch:
         except (AdminError, ValueError) as error:
             self.state = ServerState(url, error=str(error).removeprefix(f"{url}: "))
             return self.state
-        interval = self._history.add(page)
+        interval = add_page(self._pages, page)
         note = None if page else "no scheduler metrics; they begin with the first request"
         paused = locked = None
         try:
