@@ -20,7 +20,6 @@ from vllm_semantic_sched.operate.client import AdminClient, AdminError, abandon_
 
 POLL_SECONDS = 0.5  # between two reports of progress
 _ACTIONS = ("pause", "resume", "sleep", "wake", "reload-weights", "load-lora", "unload-lora")
-_COUNTS = ("running", "waiting")
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -76,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _report(server: AdminClient, phase: str) -> None:
     engines = server.status()
-    counts = (f"{sum(engine[key] for engine in engines)} {key}" for key in _COUNTS)
+    counts = (f"{sum(engine[key] for engine in engines)} {key}" for key in ("running", "waiting"))
     print(f"{phase}: {', '.join(counts)}", flush=True)
 
 

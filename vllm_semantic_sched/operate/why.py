@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from vllm_semantic_sched.operate.event_log import END_STATES, UNSEATED, events_in, key_of
 from vllm_semantic_sched.policy.events import hashed_id, keyed_hash
+from vllm_semantic_sched.sim.spans import ON_HOST
 
 Event = dict[str, Any]
 
@@ -30,7 +31,6 @@ _PHRASES = {
 NOT_RECORDED = _PHRASES["unknown"]  # the words for a part of a wait without a cause
 
 _ROOM = ("seat", "kv", "kv_peak", "tokens")  # others have what it waits for
-_ON_HOST = ("swap", "partial")
 _TICK = 0.001  # seconds that do not count
 _UNSURE = 0.05  # seconds between an event and its line, on a busy machine
 
@@ -206,7 +206,7 @@ def _phrase(cause: str, other: str, detail: str, levels: set[int]) -> str:
         for_whom = f"for {other} ({whom})" if other else f"({reason})"
         return f"preempted {for_whom}" + (f", KV {_KV_WORDS.get(plan, plan)}" if plan else "")
     if cause == "restoring":
-        return "loading its KV" if detail in _ON_HOST else "computing its KV again"
+        return "loading its KV" if detail in ON_HOST else "computing its KV again"
     return _PHRASES.get(cause, cause)
 
 
