@@ -64,8 +64,8 @@ def drive(
     while now < until:
         while len(runs) < len(requests) and requests[len(runs)].arrival <= now:
             runs.append(_run(core, requests[len(runs)]))
-            simulated.submit(runs[-1], now)
-        seconds = simulated.begin_step(now)
+            simulated.submit(runs[-1])
+        seconds = simulated.begin_step()
         if seconds is None:
             if len(runs) == len(requests):
                 break
@@ -74,7 +74,7 @@ def drive(
         if before_step is not None:
             before_step(simulated, now)
         now += seconds
-        simulated.end_step(now)
+        simulated.end_step()
     return runs
 
 

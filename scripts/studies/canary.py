@@ -54,7 +54,7 @@ def try_policy(
     client.post("/canary/start", policy=policy, **plan)
     while True:
         time.sleep(0.25)
-        engines = [one for one in client.call("GET", "/canary")["engines"] if one]
+        engines = [one for one in client.call("/canary")["engines"] if one]
         elapsed = time.monotonic() - begin
         ended = [one for one in engines if not one["running"]]
         if ended or elapsed > seconds:

@@ -26,7 +26,7 @@ from common import main
 from vllm_semantic_sched.lab.bench.schedulers import MIDDLEWARE, SCHEDULER_CLASS, swap_arguments
 from vllm_semantic_sched.lab.bench.server import PREDICTOR, ServerConfig, VllmServer
 from vllm_semantic_sched.lab.bench.workload import write_message
-from vllm_semantic_sched.operate.audit import verify
+from vllm_semantic_sched.operate.audit import Audit
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
 from vllm_semantic_sched.operate.why import NOT_RECORDED, summarize
 from vllm_semantic_sched.policy.config import load_policy
@@ -399,7 +399,7 @@ def doubts(log: Path) -> list[str]:
     """What is wrong with the event log: waits without a cause, lines that do not follow."""
     unexplained = summarize([log], level=None, last=None).counts[NOT_RECORDED]
     problems = [f"the causes of {unexplained} waits do not add up to them"] if unexplained else []
-    found = [finding for finding in verify(log).findings if finding.kind != "note"]
+    found = [finding for finding in Audit(log).findings if finding.kind != "note"]
     return problems + [f"{finding.where}: {finding.text}" for finding in found]
 
 

@@ -23,9 +23,9 @@ class Server:
         return [{"running": 1, "waiting": 2}, {"running": 0, "waiting": 3}]
 
     def post(self, path, **body):
-        return self.call("POST", path, body)
+        return self.call(path, body)
 
-    def call(self, method, path, body=None, prefix=None):
+    def call(self, path, body=None, prefix=None):
         self.calls.append((path, *body.values()))
         if path == self.fails:
             raise AdminError("it is broken")
@@ -103,9 +103,9 @@ class Interrupted(Server):
         self._interrupt("/status")
         return super().status()
 
-    def call(self, method, path, body=None, prefix=None):
+    def call(self, path, body=None, prefix=None):
         self._interrupt(path)
-        return super().call(method, path, body, prefix)
+        return super().call(path, body, prefix)
 
     def _interrupt(self, path: str) -> None:
         if path == self.at:

@@ -14,7 +14,6 @@ from vllm_semantic_sched.cli.arguments import Failure
 from vllm_semantic_sched.cli.serve import (
     MIDDLEWARE,
     SCHEDULER,
-    Launch,
     Machine,
     launch_of,
     short_steps,
@@ -25,7 +24,7 @@ GPU = Machine(True, cores=8, free_gib=40.0, total_gib=64.0)
 
 def launch(
     *options: str, machine: Machine = GPU, host_gib: float | None = None, **settings
-) -> Launch:
+) -> tuple[list[str], list[str], dict[str, str]]:
     return launch_of("my/model", options, settings, host_gib, machine)
 
 

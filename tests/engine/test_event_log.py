@@ -13,7 +13,7 @@ from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.metrics.event_log import EventLog
 from vllm_semantic_sched.engine.scheduler import SemanticScheduler
 from vllm_semantic_sched.lab.bench.standalone import build_scheduler, make_request, run_step
-from vllm_semantic_sched.operate.audit import verify
+from vllm_semantic_sched.operate.audit import Audit
 from vllm_semantic_sched.policy.config.overload import Events
 from vllm_semantic_sched.policy.events import Event
 from vllm_semantic_sched.policy.facts.job import JobState
@@ -117,7 +117,7 @@ def test_hanging_disk_drops_lines_and_does_not_block(tmp_path, monkeypatch) -> N
     assert written == counters.total("event_log_lines")
     assert written + counters.total("event_log_dropped") == 2000
     assert "lost" in about(tmp_path / "events.jsonl")
-    audit = verify(tmp_path / "events.jsonl")
+    audit = Audit(tmp_path / "events.jsonl")
     assert audit.whole and any("lost" in finding.text for finding in audit.findings)
 
 
@@ -160,7 +160,7 @@ def test_log_continues_when_space_is_free_again(tmp_path, monkeypatch) -> None:
     log.close()
     requests = [json.loads(line).get("request") for line in path.read_text().splitlines()[-3:]]
     assert requests == [None, "r7", None] and about(path) == ["started", "resumed", "closed"]
-    audit = verify(path)
+    audit = Audit(path)
     assert audit.whole
     assert {finding.kind for finding in audit.findings} == {"gap", "note"}
 

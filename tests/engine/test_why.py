@@ -11,7 +11,7 @@ import pytest
 from vllm_semantic_sched.engine.scheduler import SemanticScheduler
 from vllm_semantic_sched.engine.vllm_api import PauseState, RequestStatus
 from vllm_semantic_sched.lab.bench.standalone import build_scheduler, make_request, run_step
-from vllm_semantic_sched.operate.audit import verify
+from vllm_semantic_sched.operate.audit import Audit
 from vllm_semantic_sched.operate.why import Delay, Waits, events_of
 
 pytestmark = pytest.mark.engine
@@ -92,7 +92,7 @@ def test_causes_add_up_on_vllms_scheduler(
     assert "unknown" not in seen
     for name, found in delays.items():
         assert sum(delay.seconds for delay in found) == pytest.approx(measured[name], abs=1e-4)
-    assert verify(path).whole
+    assert Audit(path).whole
     states = {event["state"] for event in events_of(path)}
     assert {"cancelled", "completed"} <= states and ("refused" in states) == (observe == "false")
     for text in path.read_text().splitlines():

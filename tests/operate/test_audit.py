@@ -11,7 +11,7 @@ from jobs import make_job
 
 from vllm_semantic_sched.cli import main
 from vllm_semantic_sched.engine.metrics.event_log import EventLog
-from vllm_semantic_sched.operate.audit import verify
+from vllm_semantic_sched.operate.audit import Audit
 from vllm_semantic_sched.operate.event_log import log_parts
 from vllm_semantic_sched.operate.why import account_of
 from vllm_semantic_sched.policy.config.overload import Events
@@ -30,11 +30,11 @@ def write(path: Path, count: int = 100, first: int = 0, engine: int = 0, **setti
 
 
 def kinds(path: Path) -> list[str]:
-    return [finding.kind for finding in verify(path).findings]
+    return [finding.kind for finding in Audit(path).findings]
 
 
 def texts(path: Path) -> str:
-    return " ".join(finding.text for finding in verify(path).findings)
+    return " ".join(finding.text for finding in Audit(path).findings)
 
 
 def change(lines: list[str], chance: random.Random) -> list[str]:
@@ -72,13 +72,13 @@ def test_each_of_500_changes_is_found(tmp_path: Path, keyed: bool) -> None:
         (tmp_path / "events.jsonl.key").write_text("secret")
     write(path, 15)
     write(path, 15, first=15)  # after a restart
-    assert verify(path).whole
+    assert Audit(path).whole
     lines, found = path.read_text().splitlines(), 0
     for seed in range(500):
         changed = change(lines, random.Random(seed))
         assert changed != lines
         path.write_text("\n".join(changed) + "\n")
-        found += not verify(path).whole
+        found += not Audit(path).whole
     assert found == 500
 
 
@@ -87,11 +87,11 @@ def test_chain_goes_on_over_files_restarts_and_expiry(tmp_path: Path) -> None:
     write(path, 200, max_bytes=10_000, backups=3)
     write(path, 10, first=200, max_bytes=10_000, backups=3)
     assert len(log_parts(path)) == 4
-    audit = verify(path)
+    audit = Audit(path)
     assert audit.whole and "expired" in texts(path)
     (tmp_path / "events.jsonl.2").unlink()
     (tmp_path / "events.jsonl.3").rename(tmp_path / "events.jsonl.2")
-    assert not verify(path).whole
+    assert not Audit(path).whole
 
 
 def test_server_that_was_killed_leaves_a_gap_and_no_problem(tmp_path: Path) -> None:
@@ -100,22 +100,22 @@ def test_server_that_was_killed_leaves_a_gap_and_no_problem(tmp_path: Path) -> N
     lines = path.read_text().splitlines()[:-1]  # no closing line
     path.write_text("\n".join(lines) + "\n")
     (tmp_path / "events.jsonl.head").write_text(json.loads(lines[-1])["chain"] + "\n")
-    assert "killed" in texts(path) and verify(path).whole
+    assert "killed" in texts(path) and Audit(path).whole
     path.write_text("\n".join(lines) + '\n{"half": ')
     write(path, 10, first=10)
-    assert kinds(path).count("gap") == 2 and verify(path).whole
+    assert kinds(path).count("gap") == 2 and Audit(path).whole
 
 
 def test_key_is_what_makes_a_new_chain_impossible(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     write(path, 10)
-    assert "not keyed" in texts(path) and verify(path).whole
+    assert "not keyed" in texts(path) and Audit(path).whole
     (tmp_path / "events.jsonl.key").write_text("secret")
-    assert not verify(path).whole  # whoever has hashed it had no key
+    assert not Audit(path).whole  # whoever has hashed it had no key
     write(path, 10, first=10)
-    assert verify(path).whole
+    assert Audit(path).whole
     (tmp_path / "events.jsonl.key").unlink()
-    assert not verify(path).whole and "missing" in texts(path)
+    assert not Audit(path).whole and "missing" in texts(path)
 
 
 def test_hashed_ids_are_found_by_the_clients_id(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_hashed_ids_are_found_by_the_clients_id(tmp_path: Path) -> None:
     key = tmp_path / "events.jsonl.key"
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     write(path, 1, engine=1, hash_ids=True)  # with the same key
-    assert verify(tmp_path / "events-1.jsonl").whole
+    assert Audit(tmp_path / "events-1.jsonl").whole
     account = account_of([path], "cmpl-003")
     assert account is not None and account.request.endswith("-0-0a1b2c3d")
     assert account_of([path], "cmpl-777") is None
@@ -148,4 +148,4 @@ def test_log_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"time": 1, "request": "old", "state": "queued"}\n')
     write(path, 3)
-    assert verify(path).whole and "1 lines before have no hash" in texts(path)
+    assert Audit(path).whole and "1 lines before have no hash" in texts(path)

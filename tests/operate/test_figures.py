@@ -1,17 +1,30 @@
 """Figures of `semsched top`, from made-up metrics pages."""
 
+from collections import deque
+
 import pytest
 from fake_server import MadeUpPage, busy_page
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.operate.figures import History, Page, Reading, combine, compute, quantile
+from vllm_semantic_sched.operate.figures import (
+    Figures,
+    Interval,
+    Page,
+    add_page,
+    compute,
+    quantile,
+)
 
 TTFT = "time_to_first_token_seconds"
 
 
-def reading(page: MadeUpPage, time: float = 0.0) -> Reading:
-    return Reading(time, Page(page.text()))
+def reading(page: MadeUpPage, time: float = 0.0) -> Page:
+    return Page(page.text(), time)
+
+
+def added(history: deque[Page], page: MadeUpPage, time: float = 0.0) -> Figures:
+    return compute([add_page(history, reading(page, time))])
 
 
 def test_gauges_are_shown_by_level_and_engines_are_added_up() -> None:
@@ -22,14 +35,14 @@ def test_gauges_are_shown_by_level_and_engines_are_added_up() -> None:
     page.set("predictor_up", 0, engine=1)
     page.set("policy_version", 3, engine=1)
     page.kv_use(0.125, engine=1)
-    figures = compute(reading(page), None)
+    figures = compute([Interval(reading(page), None)])
     assert [(tier.level, tier.tier) for tier in figures.tiers] == [
         (0, "immediate"),
         (1, "urgent"),
         (2, "non-urgent"),
     ]
-    assert [tier.waiting for tier in figures.tiers] == [0, 2, 35] and figures.waiting == 37
-    assert [tier.running for tier in figures.tiers] == [5, 11, 0] and figures.running == 16
+    assert [tier.waiting for tier in figures.tiers] == [0, 2, 35]
+    assert [tier.running for tier in figures.tiers] == [5, 11, 0]
     assert figures.tiers[2].longest_wait == 100.0
     assert figures.kv_use == 0.5 and figures.host_pool_use == 0.25
     assert figures.predictor_up is False and figures.predictor_queue == 7
@@ -37,7 +50,7 @@ def test_gauges_are_shown_by_level_and_engines_are_added_up() -> None:
 
 
 def test_first_reading_counts_from_the_start_of_the_server() -> None:
-    figures = History().add(reading(busy_page()))
+    figures = added(deque(), busy_page())
     assert figures.window is None and figures.tiers[1].held is None
     assert figures.preemptions["recompute"] == 4 and figures.preemptions["swap"] == 2
     top = figures.tiers[0]
@@ -47,12 +60,12 @@ def test_first_reading_counts_from_the_start_of_the_server() -> None:
 
 
 def test_second_reading_counts_from_the_first() -> None:
-    page, history = busy_page(), History()
-    history.add(reading(page, 100.0))
+    page, history = busy_page(), deque()
+    added(history, page, 100.0)
     page.observe(TTFT, [20.0] * 10, "immediate")
     page.add("preemptions", 5, "swap", "kv_shortage")
     page.add("held_seconds", 30.0, "urgent")
-    figures = history.add(reading(page, 110.0))
+    figures = added(history, page, 110.0)
     assert figures.window == 10.0
     assert figures.preemptions["swap"] == 5 and figures.preemptions["recompute"] == 0
     assert figures.tiers[0].started == 10 and 10.0 < figures.tiers[0].ttft_p50 < 30.0
@@ -60,23 +73,23 @@ def test_second_reading_counts_from_the_first() -> None:
 
 
 def test_window_is_the_last_minute() -> None:
-    page, history = busy_page(), History()
+    page, history = busy_page(), deque()
     for second in range(0, 200, 5):
         page.observe(TTFT, [1.0], "urgent")
-        figures = history.add(reading(page, second))
+        figures = added(history, page, second)
     assert figures.window == 60.0 and figures.tiers[1].started == 12
 
 
 def test_restarted_server_counts_from_its_start() -> None:
-    page, history = busy_page(), History()
-    history.add(reading(page, 0.0))
+    page, history = busy_page(), deque()
+    added(history, page, 0.0)
     restarted = MadeUpPage()
     restarted.tiers("immediate")
     restarted.observe(TTFT, [0.7], "immediate")
-    figures = history.add(reading(restarted, 5.0))
+    figures = added(history, restarted, 5.0)
     assert figures.window is None and figures.tiers[0].started == 1
     restarted.observe(TTFT, [0.7], "immediate")
-    figures = history.add(reading(restarted, 15.0))
+    figures = added(history, restarted, 15.0)
     assert figures.window == 10.0 and figures.tiers[0].started == 1
 
 
@@ -85,18 +98,18 @@ def test_servers_are_added_up_by_tier() -> None:
     quiet.tiers("immediate")
     quiet.observe(TTFT, [4.0] * 200, "immediate")
     quiet.set("policy_version", 1)
-    each = [compute(reading(page), None) for page in (busy_page(), quiet)]
-    total = combine(each)
+    total = compute([Interval(reading(page), None) for page in (busy_page(), quiet)])
     assert [tier.tier for tier in total.tiers] == ["immediate", "urgent", "non-urgent"]
     assert total.tiers[0].started == 300 and 2.5 < total.tiers[0].ttft_p50 < 5.0
-    assert total.running == 16 and total.waiting == 33
+    assert sum(tier.running for tier in total.tiers) == 16
+    assert sum(tier.waiting for tier in total.tiers) == 33
     assert total.kv_use == 0.875 and total.predictor_up is True
     assert total.policy_versions == (1, 2) and total.preemptions["swap"] == 2
 
 
 def test_server_without_requests_has_empty_figures() -> None:
-    page = Page("# HELP other A metric.\n# TYPE other gauge\nother 1\n")
-    figures = compute(Reading(0.0, page), None)
+    page = Page("# HELP other A metric.\n# TYPE other gauge\nother 1\n", 0.0)
+    figures = compute([Interval(page, None)])
     assert not page and not figures.tiers and not figures.preemptions
     assert figures.kv_use is None and figures.predictor_up is None
     assert figures.policy_versions == ()
@@ -105,7 +118,7 @@ def test_server_without_requests_has_empty_figures() -> None:
 @pytest.mark.parametrize("text", ["<html>", "hello world", "{}", 'a{b="c} 1'])
 def test_other_pages_are_rejected(text) -> None:
     with pytest.raises(ValueError, match="not a page of Prometheus metrics"):
-        Page(text)
+        Page(text, 0.0)
 
 
 @given(st.lists(st.floats(0.001, 2000.0), min_size=1, max_size=50), st.sampled_from([0.5, 0.99]))

@@ -23,7 +23,11 @@ def watch(server: FakeServer, key: str | None = None, times=(0.0,)) -> ServerWat
 def test_poll_reads_figures_and_status(server) -> None:
     watched = watch(server, times=(0.0, 7.0))
     state = watched.poll()
-    assert state.figures.running == 16 and state.open and state.paused is False
+    assert (
+        sum(tier.running for tier in state.figures.tiers) == 16
+        and state.open
+        and state.paused is False
+    )
     assert state.error is None and watched.state is state
     server.paused = True
     state = watched.poll()
@@ -58,7 +62,11 @@ def test_bad_address_is_shown_as_no_answer(url) -> None:
 def test_figures_are_shown_where_the_operator_is_not_let_in(server) -> None:
     server.key = "secret"
     state = watch(server).poll()
-    assert state.figures.running == 16 and not state.open and "--api-key" in state.locked
+    assert (
+        sum(tier.running for tier in state.figures.tiers) == 16
+        and not state.open
+        and "--api-key" in state.locked
+    )
     assert watch(server, "secret").poll().open
     server.key, server.locked = None, (404, "Not Found")
     assert "--middleware" in watch(server).poll().locked

@@ -36,7 +36,7 @@ def arrive(core, engine, index: int, urgency: int | None = None, prediction=None
     hint = core.read_hints({} if urgency is None else {"urgency": urgency}, 0)
     job = core.arrive(core.draft(str(index), 40, 500, hint, awaits_prediction=urgency is None), 0.0)
     run = Run(SimRequest(index, 0.0, urgency or 0, 40, 500), job, prediction)
-    engine.submit(run, 0.0)
+    engine.submit(run)
     return run
 
 
@@ -69,7 +69,7 @@ def test_asking_about_a_step_changes_nothing(question) -> None:
     core, engine = make_world({"protect": {"level": 0}}, seats=1)
     arrive(core, engine, 0, urgency=4)
     arrive(core, engine, 1, urgency=0)
-    engine.begin_step(0.0)
+    engine.begin_step()
     step = engine.step
     before = (step.last, core.version, core.protection.steps, core.protection.budget.worked)
     for _ in range(2):
@@ -85,10 +85,11 @@ def test_no_victim_for_a_request_that_ends_in_the_same_step() -> None:
     policy = {"admission": {"queue": {"timeout": 1.0}}, "predictor": {"enabled": False}}
     core, engine = make_world(policy, seats=1)
     background = arrive(core, engine, 0, urgency=4)
-    engine.begin_step(0.0)
-    engine.end_step(0.01)
+    engine.begin_step()
+    engine.end_step()
     urgent = arrive(core, engine, 1, urgency=0)
-    engine.begin_step(5.0)
+    core.lifecycle.clock = lambda: 5.0
+    engine.begin_step()
     assert urgent.refused == "queue_timeout"
     assert background.job.preemptions == 0 and background.job.state is JobState.RUNNING
 
@@ -96,13 +97,13 @@ def test_no_victim_for_a_request_that_ends_in_the_same_step() -> None:
 def test_prediction_is_applied_before_room_is_made() -> None:
     core, engine = make_world({}, seats=1)
     background = arrive(core, engine, 0, urgency=4)
-    engine.begin_step(0.0)
-    engine.end_step(0.01)
+    engine.begin_step()
+    engine.end_step()
     unread = arrive(core, engine, 1, prediction=Prediction((1.0, 0.0, 0.0, 0.0, 0.0), (1.0, 0.0)))
     core.levels.change(unread.job, 4)  # at the default level it would not preempt
     engine.predicted(unread)
     assert unread.job.level == 4
-    engine.begin_step(0.02)
+    engine.begin_step()
     assert unread.job.level == 0 and unread.job.state is JobState.RUNNING
     assert background.job.preemptions == 1
 
@@ -113,11 +114,11 @@ def test_predicted_level_is_judged_by_the_bound_of_its_tier() -> None:
     for index in range(2):  # one runs, one waits: tier 4 is full
         arrive(core, engine, index, urgency=4)
         if index == 0:
-            engine.begin_step(0.0)
-            engine.end_step(0.01)
+            engine.begin_step()
+            engine.end_step()
     unread = arrive(core, engine, 2, prediction=Prediction((0.0, 0.0, 0.0, 0.0, 1.0), (1.0, 0.0)))
     engine.predicted(unread)
-    engine.begin_step(0.02)
+    engine.begin_step()
     assert unread.refused == "over_capacity"
 
 

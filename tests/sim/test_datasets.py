@@ -60,9 +60,9 @@ def test_triage_visits_start_at_level_zero_and_drop_outliers(tmp_path):
 
 
 def test_missing_file_is_named(tmp_path):
-    with pytest.raises(datasets.DataNotFound, match=r"medquad\.jsonl"):
+    with pytest.raises(FileNotFoundError, match=r"medquad\.jsonl"):
         list(datasets.medical_questions(tmp_path))
-    with pytest.raises(datasets.DataNotFound, match="nhamcs_ed_triage"):
+    with pytest.raises(FileNotFoundError, match="nhamcs_ed_triage"):
         list(datasets.triage_visits(tmp_path))
 
 

@@ -34,14 +34,14 @@ class World:
         hint = self.core.read_hints({"urgency": level}, 0)
         job = self.core.arrive(self.core.draft(str(index), prompt, 4096, hint, False), self.now)
         self.runs.append(Run(request, job, None))
-        self.engine.submit(self.runs[-1], self.now)
+        self.engine.submit(self.runs[-1])
         return self.runs[-1]
 
     def step(self) -> float | None:
-        seconds = self.engine.begin_step(self.now)
+        seconds = self.engine.begin_step()
         if seconds is not None:
             self.now += seconds
-            self.engine.end_step(self.now)
+            self.engine.end_step()
         return seconds
 
     def generated(self, run: Run) -> int:
@@ -274,7 +274,7 @@ def test_random_holds_agree_with_a_count_of_each_request(
             output = draw.randint(1, max(1, min(40, largest - prompt)))
             world.add(draw.randint(0, 4), prompt, output)
             left -= 1
-        seconds = world.engine.begin_step(world.now)
+        seconds = world.engine.begin_step()
         if seconds is None:
             if not left:
                 break
@@ -283,7 +283,7 @@ def test_random_holds_agree_with_a_count_of_each_request(
         naive.check(held & running)
         prefills = set(world.engine.prefilling())
         world.now += seconds
-        world.engine.end_step(world.now)
+        world.engine.end_step()
         naive.check_end(prefills)
     assert all(run.finish is not None for run in world.runs) and not left
     assert all(run.job.generated == run.request.output_tokens for run in world.runs)

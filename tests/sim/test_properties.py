@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from vllm_semantic_sched.policy.facts.job import Job, PassCause
 from vllm_semantic_sched.policy.order.precedence import Precedence
-from vllm_semantic_sched.sim.engine import Engine, RequestTooLarge
+from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.metrics import Recorder
 from vllm_semantic_sched.sim.scenario import Scenario, parse_scenarios
 from vllm_semantic_sched.sim.simulation import simulate
+from vllm_semantic_sched.sim.workload import WorkloadError
 
 POLICIES = ["fcfs", "sjf", "priority", "ems", "latency", "throughput", "fairness"]
 
@@ -182,7 +183,7 @@ def test_passed_and_outrun_requests_are_those_that_break_the_orders(scenario: Sc
 
 
 def test_request_that_never_fits_is_rejected(scenario) -> None:
-    with pytest.raises(RequestTooLarge, match="request 0 needs"):
+    with pytest.raises(WorkloadError, match="request 0 needs"):
         simulate(scenario(engine__kv_blocks=2, workload__prompt={"value": 500}), "semantic")
 
 

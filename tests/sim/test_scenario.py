@@ -10,7 +10,7 @@ from vllm_semantic_sched.policy.facts.files import shipped_names
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.sim.scenario import load_scenarios, parse_scenarios
 from vllm_semantic_sched.sim.simulation import simulate
-from vllm_semantic_sched.sim.workload import TraceError
+from vllm_semantic_sched.sim.workload import WorkloadError
 
 
 @pytest.mark.parametrize("name", shipped_names("scenario"))
@@ -89,7 +89,7 @@ def test_trace_is_replayed(tmp_path, scenario) -> None:
     assert runs[0].request.level == 4
 
     path.write_text('{"arrival": 1}')
-    with pytest.raises(TraceError, match=r"line 1.*prompt_tokens"):
+    with pytest.raises(WorkloadError, match=r"line 1.*prompt_tokens"):
         simulate(scenario(workload=replay), "semantic")
 
 

@@ -53,8 +53,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="print a script that completes commands in this shell",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in _COMMANDS:
-        # These modules import their heavy dependencies when they run, not before.
+    words = sys.argv[1:] if argv is None else list(argv)
+    # Only help needs all modules. Extras, and what is slow to import, they import when they run.
+    for name in words[:1] if words and words[0] in _COMMANDS else _COMMANDS:
         module = importlib.import_module(f"{__name__}.{name}")
         text = str(module.__doc__)
         command = commands.add_parser(
@@ -62,9 +63,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         )
         module.add_arguments(command)
         command.set_defaults(run=getattr(module, "run", None))
-    arguments, passed_on = parser.parse_known_args(argv)
-    arguments.passed_on = passed_on
-    arguments.words = list(sys.argv[1:] if argv is None else argv)
+    arguments, passed_on = parser.parse_known_args(words)
+    arguments.passed_on, arguments.words = passed_on, words
     if arguments.passed_on and not getattr(arguments, "passes_on", False):
         parser.error(f"unrecognized arguments: {' '.join(arguments.passed_on)}")
     return arguments

@@ -43,10 +43,9 @@ def failing_in_lab() -> Iterator[None]:
 def simulating() -> Iterator[None]:
     """Decorator of a command that simulates: exit status 2 if the scenario or a trace is invalid,
     1 if a file cannot be read or written."""
-    from vllm_semantic_sched.sim.engine import RequestTooLarge
-    from vllm_semantic_sched.sim.workload import TraceError
+    from vllm_semantic_sched.sim.workload import WorkloadError
 
-    with failing(OSError), failing(PolicyError, TraceError, RequestTooLarge, status=2):
+    with failing(OSError), failing(PolicyError, WorkloadError, status=2):
         yield
 
 

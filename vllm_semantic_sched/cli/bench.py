@@ -1,13 +1,10 @@
 """Compare schedulers on a real engine; measure the scheduler's and the simulator's own speed."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.cli import comparison
 from vllm_semantic_sched.cli.console import make_console, print_table, save_page
@@ -15,9 +12,6 @@ from vllm_semantic_sched.lab.bench import overhead
 from vllm_semantic_sched.lab.bench.tiny_model import SIZES, make_model
 from vllm_semantic_sched.lab.bench.workload import WorkloadConfig
 from vllm_semantic_sched.policy.config import load_policy
-
-if TYPE_CHECKING:
-    from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 
 _STOCK = "stock"
 
@@ -94,9 +88,9 @@ def _run_comparison(args: argparse.Namespace) -> int:
     from vllm_semantic_sched.lab.bench.schedulers import parse_schedulers
     from vllm_semantic_sched.lab.bench.targets import check_targets, missed
 
-    schedulers = parse_schedulers(args.schedulers, args.policy, args.profile, args.host_gib)
     if args.engines > 1:
-        return _run_placements(args, schedulers)
+        return _run_placements(args)
+    schedulers = parse_schedulers(args.schedulers, args.policy, args.profile, args.host_gib)
     mixes = [mix.strip() for mix in args.mix.split(",")]
     plan = replace(comparison.make_plan(args, schedulers, mixes), quick=args.quick)
     console = make_console()
@@ -123,11 +117,13 @@ def _run_comparison(args: argparse.Namespace) -> int:
     return comparison.print_problems(console, [*problems, *missed(targets)])
 
 
-def _run_placements(args: argparse.Namespace, schedulers: Sequence[SchedulerSpec]) -> int:
+def _run_placements(args: argparse.Namespace) -> int:
     """Return 1 if a request failed."""
     from vllm_semantic_sched.lab.bench import engines
     from vllm_semantic_sched.lab.bench.client import Progress
+    from vllm_semantic_sched.lab.bench.schedulers import parse_schedulers
 
+    schedulers = parse_schedulers(args.schedulers, args.policy, args.profile, args.host_gib)
     scheduler = next((one for one in schedulers if one.is_ours), None)
     if scheduler is None:
         raise ValueError("--engines: --schedulers names no semantic scheduler")

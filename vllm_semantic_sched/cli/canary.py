@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.action == "stop":
         answer = client.post("/canary/stop", keep=args.keep)
     else:
-        answer = client.call("GET", "/canary")
+        answer = client.call("/canary")
     engines = answer["engines"]
     known = [engine for engine in engines if engine]
     if not known:

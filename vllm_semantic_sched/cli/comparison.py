@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from vllm_semantic_sched.cli.arguments import failing
 from vllm_semantic_sched.cli.serve import short_steps
 from vllm_semantic_sched.lab.bench import workload
@@ -21,8 +23,6 @@ from vllm_semantic_sched.lab.bench.server import ServerConfig, has_gpu
 from vllm_semantic_sched.lab.bench.workload import CONTEXT_TOKENS, MAX_PROMPT_TOKENS
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from vllm_semantic_sched.lab.bench.compare import RunPlan
     from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 
@@ -84,7 +84,6 @@ def add_nice_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def make_server(args: argparse.Namespace) -> ServerConfig:
-    """The server that the options describe."""
     return ServerConfig(
         model=args.model,
         log=args.output / "server.log",

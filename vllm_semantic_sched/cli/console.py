@@ -1,51 +1,41 @@
-"""Tables, texts and pages, and where they go. `rich` is imported when used, to start fast."""
-
-from __future__ import annotations
+"""Tables, texts and pages, and where they go."""
 
 import sys
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vllm_semantic_sched.lab.report.content import Page
 from vllm_semantic_sched.lab.report.page import FILE_NAME, write_page
 from vllm_semantic_sched.policy.facts.section import Section, keys_of
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from vllm_semantic_sched.lab.report.content import Page
 
 _WIDTH = 160
 
 
 def make_console() -> Console:
     """A console wide enough for the tables, also where the output is a file."""
-    from rich.console import Console
-
     return Console(width=max(_WIDTH, Console().width), highlight=False)
 
 
-def make_table(
-    title: str, *columns: str, words: int = 1, rows: Iterable[Iterable[object]] = ()
-) -> Table:
+def make_table(title: str, *columns: str, words: int = 1) -> Table:
     """A table whose first `words` columns hold words and the others figures."""
-    from rich import box
-    from rich.table import Table
-
     table = Table(title=title, box=box.SIMPLE)
     for place, column in enumerate(columns):
         table.add_column(column, justify="left" if place < words else "right")
-    for row in rows:
-        table.add_row(*map(str, row))
     return table
 
 
 def print_table(
     title: str, columns: Iterable[str], rows: Iterable[Iterable[object]], words: int = 1
 ) -> None:
-    make_console().print(make_table(title, *columns, words=words, rows=rows))
+    table = make_table(title, *columns, words=words)
+    for row in rows:
+        table.add_row(*map(str, row))
+    make_console().print(table)
 
 
 def save_page(page: Page, folder: Path) -> list[Path]:

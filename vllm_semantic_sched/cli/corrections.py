@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
     if server is None:
         corrections = read_corrections(Path(args.source))
     else:
-        corrections = parse_corrections(server.call("GET", "/corrections").get("corrections", []))
+        corrections = parse_corrections(server.call("/corrections").get("corrections", []))
     decision = load_policy(args.policy).decision
     from vllm_semantic_sched.lab.training.corrections import missed_emergencies, refit
 

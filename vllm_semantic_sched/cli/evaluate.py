@@ -17,12 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
 from vllm_semantic_sched.cli.arguments import failing_in_lab
 from vllm_semantic_sched.cli.console import save_page
 from vllm_semantic_sched.lab.evaluation import examples
 from vllm_semantic_sched.lab.evaluation.bars import bars_missed, read_bars
 from vllm_semantic_sched.lab.evaluation.compositions import read_composed_set
-from vllm_semantic_sched.lab.evaluation.domain import Domain, load_domain
+from vllm_semantic_sched.lab.evaluation.domain import load_domain
 from vllm_semantic_sched.lab.report.page import markdown
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.config.estimates import Decision
@@ -136,8 +138,6 @@ def report_on(
 ) -> dict[str, Any]:
     """Evaluate with a progress bar, write the report to `output`, print it; returns the figures.
     `measure`: see `measure_of`."""
-    from tqdm import tqdm
-
     from vllm_semantic_sched.lab.evaluation.measure import texts_to_read
     from vllm_semantic_sched.lab.evaluation.report import evaluation_page
 
@@ -186,7 +186,7 @@ def _check(args: argparse.Namespace) -> None:
 def _read_set(path: Path, domain: str | None) -> examples.LabeledSet:
     if path.is_dir() and not any(path.glob("*.csv")):
         return read_composed_set(path)
-    return examples.read_labeled_set(path, _domain(domain))
+    return examples.read_labeled_set(path, None if domain is None else load_domain(domain))
 
 
 def _training_examples(
@@ -194,14 +194,10 @@ def _training_examples(
 ) -> list[examples.Example]:
     """The texts that the TF-IDF baselines are fitted to; empty to leave these out."""
     if table is not None:
-        return examples.read_examples(table, _domain(domain))
+        return examples.read_examples(table, None if domain is None else load_domain(domain))
     if root is None:
         print("no --train and no data folder: the TF-IDF baselines are left out", file=sys.stderr)
         return []
     from vllm_semantic_sched.lab.training.mixture import Sources, training_round
 
     return training_round(Sources.read(root, "train"), seed=1)
-
-
-def _domain(name: str | None) -> Domain | None:
-    return None if name is None else load_domain(name)

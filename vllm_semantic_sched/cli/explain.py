@@ -7,14 +7,15 @@ given, without a chat template, and lengths are those that the predictor was tra
 calibrates them on its own answers.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import gc
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from vllm_semantic_sched.cli.arguments import failing, positive
 from vllm_semantic_sched.cli.console import make_console, make_table
@@ -22,10 +23,6 @@ from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.profile.formula import load_profile
 from vllm_semantic_sched.predict.explain import Explanation, InstantPart, PartRead, explain
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 _WORDS_SHOWN = 12
 _BAR = 24  # characters for a probability of 1
@@ -95,8 +92,6 @@ def _show(console: Console, explanation: Explanation) -> None:
 
 
 def _show_words(console: Console, explanation: Explanation) -> None:
-    from rich.text import Text
-
     title = f"words that speak for (+) and against (-) level {explanation.level}"
     if explanation.occluded != explanation.word_count:
         half = explanation.occluded // 2
@@ -112,8 +107,6 @@ def _show_words(console: Console, explanation: Explanation) -> None:
 
 
 def _show_second_look(console: Console, parts: Sequence[PartRead]) -> None:
-    from rich.text import Text
-
     console.print("\nsecond look, while the request waits, at what the first reading did not see:")
     table = _table("part", "level 0 or 1", "raises to", words=1)
     for part in parts:

@@ -18,11 +18,8 @@ from typing import Any
 from vllm_semantic_sched.cli.arguments import Failure, add_server_arguments
 from vllm_semantic_sched.operate.client import AdminClient, AdminError, abandon_pause
 
-POLL_SECONDS = 0.5
-"""Time between two reports of progress."""
-
+POLL_SECONDS = 0.5  # between two reports of progress
 _ACTIONS = ("pause", "resume", "sleep", "wake", "reload-weights", "load-lora", "unload-lora")
-_COUNTS = ("running", "waiting")
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -78,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _report(server: AdminClient, phase: str) -> None:
     engines = server.status()
-    counts = (f"{sum(engine[key] for engine in engines)} {key}" for key in _COUNTS)
+    counts = (f"{sum(engine[key] for engine in engines)} {key}" for key in ("running", "waiting"))
     print(f"{phase}: {', '.join(counts)}", flush=True)
 
 
@@ -125,7 +122,7 @@ def _change(server: AdminClient, args: argparse.Namespace) -> float:
             if args.action == "load-lora":
                 path = str(args.lora_path.resolve())
                 adapter |= {"lora_path": path, "load_inplace": args.in_place}
-            server.call("POST", f"/{args.action.replace('-', '_')}_adapter", adapter, prefix="/v1")
+            server.call(f"/{args.action.replace('-', '_')}_adapter", adapter, prefix="/v1")
     except AdminError as error:
         if replaces and changing:
             raise AdminError(

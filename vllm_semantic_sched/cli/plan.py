@@ -7,9 +7,16 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from vllm_semantic_sched.cli import arguments
 from vllm_semantic_sched.cli.console import make_console, print_table, save_page
+from vllm_semantic_sched.lab.report.plan import plan_page, rate, rows, write_plan
 from vllm_semantic_sched.policy.facts.files import shipped_names
+from vllm_semantic_sched.sim.metrics import targets
+from vllm_semantic_sched.sim.plan import QUESTIONS, answer
+from vllm_semantic_sched.sim.runner import mapped
+from vllm_semantic_sched.sim.scenario import load_scenarios
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,20 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @arguments.simulating()
 def run(args: argparse.Namespace) -> None:
     """Make a plan; 1 if a file cannot be written, 2 if the scenario or an option is invalid."""
-    from tqdm import tqdm
-
-    from vllm_semantic_sched.lab.report.plan import plan_page, rate, rows, write_plan
-    from vllm_semantic_sched.sim.metrics import is_promised
-    from vllm_semantic_sched.sim.plan import QUESTIONS, answer
-    from vllm_semantic_sched.sim.runner import mapped
-    from vllm_semantic_sched.sim.scenario import load_scenarios
-
     scenario, *others = load_scenarios(args.scenario, _changes(args))
     if others:
         problem = "a plan needs a scenario without a sweep"
         raise arguments.Failure(f"--scenario {args.scenario}: {problem}", 2)
     for scheduler in scenario.policies:
-        if not any(map(is_promised, scenario.slos(scheduler))):
+        if not any(map(targets, scenario.slos(scheduler))):
             raise arguments.Failure(
                 f"{scheduler} promises nothing to any level: set `slo` in its tiers, or `slos` in "
                 "the scenario",

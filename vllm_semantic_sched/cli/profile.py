@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
+from tqdm import tqdm
 
 from vllm_semantic_sched.cli.arguments import Failure, failing, positive
 from vllm_semantic_sched.cli.console import print_table
+from vllm_semantic_sched.lab.profiling.live_engine import BadOptions, LiveEngine
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.profile import formula
 from vllm_semantic_sched.policy.profile.devices import Device, device_named, known_devices
@@ -30,7 +32,6 @@ from vllm_semantic_sched.policy.profile.roofline import Roofline
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.lab.profiling.check import Point, Verdict
-    from vllm_semantic_sched.lab.profiling.live_engine import LiveEngine
 
 _THIS_MACHINE = "this"
 _BLOCK = 16  # tokens in a KV block of a scenario, unless it says otherwise
@@ -79,8 +80,6 @@ def run(args: argparse.Namespace) -> int:
         raise Failure("needs --output or --check", 2)
     if not args.engine:
         raise Failure("needs -- MODEL, or --analytic --model DIR", 2)
-    from vllm_semantic_sched.lab.profiling.live_engine import BadOptions, LiveEngine
-
     with failing(PolicyError, BadOptions, OSError, status=2):
         if args.check is not None:
             formula.load_profile(args.check)  # fails before minutes of work, not after
@@ -138,8 +137,6 @@ def _print_roofline(roofline: Roofline, profile: formula.EngineProfile) -> None:
 
 
 def _measure(args: argparse.Namespace, engine: LiveEngine) -> int:
-    from tqdm import tqdm
-
     from vllm_semantic_sched.lab.profiling.measure import make_grid, make_profile, measure
 
     grid = make_grid(engine, args.max_tokens, args.max_batch)
@@ -158,8 +155,6 @@ def _measure(args: argparse.Namespace, engine: LiveEngine) -> int:
 
 
 def _check(args: argparse.Namespace, engine: LiveEngine) -> int:
-    from tqdm import tqdm
-
     from vllm_semantic_sched.lab.profiling.check import judge, make_lengths, measure_points, report
 
     profile = formula.load_profile(args.check)

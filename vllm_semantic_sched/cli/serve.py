@@ -40,8 +40,6 @@ _LARGEST_POOL = 32.0  # GiB: more than all sequences of most engines take
 _SMALLEST_POOL = 0.25
 _SMALL_MODEL = "SmolLM2-135M-Instruct"
 _EVENTS = "semsched-events.jsonl"
-_OWN_OPTIONS = ("--policy", "--profile", "--host-gib", "--events")
-_OWN_FLAGS = ("--observe", "--dry-run")
 
 # Without a GPU: the share of the free memory for KV, at most so many GiB of it, and the share that
 # all of vLLM may take.
@@ -55,16 +53,10 @@ _MOST_STEP_TOKENS = 2048
 
 
 class Machine(NamedTuple):
-    """What a server runs on."""
-
     has_gpu: bool
     cores: int
     free_gib: float
     total_gib: float
-
-
-Launch = tuple[list[str], list[str], dict[str, str]]
-"""A command, what to say about it, and environment variables that it needs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = f"as for vllm serve; without a GPU it may be left out: {_SMALL_MODEL}, on 127.0.0.1"
     add("model", nargs="?", help=text)
+    _add_own_options(parser)
+
+
+def _add_own_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--policy", metavar="NAME|FILE", help="policy: a name or a YAML file (default: ems)")
     add("--profile", metavar="NAME|FILE", help="engine profile, instead of the policy's")
     text = (
@@ -141,15 +138,10 @@ def serves_on_cpu() -> bool:
 def _model_and_options(args: argparse.Namespace) -> tuple[str | None, list[str]]:
     """The model, None without one, and vLLM's options. What follows an option that is not ours is
     that option's value."""
-    if args.model is None or not args.passed_on:
-        return args.model, args.passed_on
-    words = args.words[args.words.index("serve") + 1 :]
-    given = [word for word in words[: words.index(args.model)] if word.startswith("-")]
-    if {word.partition("=")[0] for word in given} <= {*_OWN_OPTIONS, *_OWN_FLAGS}:
-        return args.model, args.passed_on
-    for name in _OWN_OPTIONS:
-        _take(words, name)
-    return None, [word for word in words if word not in _OWN_FLAGS]
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_own_options(own)
+    words = own.parse_known_args(args.words[args.words.index("serve") + 1 :])[1]
+    return (words[0], words[1:]) if words and words[0] == args.model else (None, words)
 
 
 def _small_model(machine: Machine, dry_run: bool) -> tuple[str, list[str]]:
@@ -190,18 +182,13 @@ def _request(model: str, options: Sequence[str]) -> str:
 
 def launch_of(
     model: str,
-    options: Sequence[str],
-    settings: Mapping[str, Any],
-    host_gib: float | None,
+    options: Sequence[str],  # of vLLM, as given
+    settings: Mapping[str, Any],  # of the scheduler, by name; None: not set
+    host_gib: float | None,  # None: by free memory
     machine: Machine,
-) -> Launch:
-    """The command of `vllm serve`; Failure if an option contradicts the scheduler.
-
-    Args:
-        options: of vLLM, as given.
-        settings: of the scheduler, by name; None: not set.
-        host_gib: None: by free memory.
-    """
+) -> tuple[list[str], list[str], dict[str, str]]:
+    """The command of `vllm serve`, what to say about it, and environment variables that it needs.
+    Failure if an option contradicts the scheduler."""
     rest = list(options)
     scheduler = _take(rest, "--scheduler-cls")
     if scheduler not in (None, SCHEDULER):

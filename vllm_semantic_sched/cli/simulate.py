@@ -1,24 +1,23 @@
 """Simulate schedulers on a model of an engine: the same policy code as in vLLM, without a GPU."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.table import Table
+from tqdm import tqdm
 
 from vllm_semantic_sched.cli import arguments
 from vllm_semantic_sched.cli.console import describe_keys, make_console, make_table, save_page
+from vllm_semantic_sched.lab.report import runs
 from vllm_semantic_sched.lab.report.content import level_title, number_text
 from vllm_semantic_sched.policy.facts.files import shipped_names
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from vllm_semantic_sched.sim.runner import Cell
-    from vllm_semantic_sched.sim.scenario import Scenario
+from vllm_semantic_sched.sim.metrics import ALL, METRICS, targets
+from vllm_semantic_sched.sim.runner import Cell, cells_of, mapped, run_task, tasks_of
+from vllm_semantic_sched.sim.scenario import Scenario, load_scenarios
+from vllm_semantic_sched.sim.sections import Settings
 
 _MOST_CHARTS = 12  # Gantt charts and queue depths per call
 _MOST_ROWS = 60  # requests in a Gantt chart that can be read as a picture
@@ -48,19 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Run a scenario; 1 if a file cannot be written, 2 if the scenario or an option is invalid."""
     if args.keys:
-        from vllm_semantic_sched.sim.sections import Settings
-
         return print(describe_keys(Settings), end="")
-    from tqdm import tqdm
-
-    from vllm_semantic_sched.lab.report.runs import (
-        simulation_page,
-        write_results,
-        write_trace,
-    )
-    from vllm_semantic_sched.sim.metrics import ALL
-    from vllm_semantic_sched.sim.runner import cells_of, mapped, run_task, tasks_of
-
     scenarios = _scenarios(args)
     settings = scenarios[0].settings
     args.output.mkdir(parents=True, exist_ok=True)  # fails before the work, not after
@@ -71,60 +58,44 @@ def run(args: argparse.Namespace) -> None:
     console = make_console()
     if settings.description:
         console.print(settings.description, soft_wrap=True)
-    for table in _tables(cells, args.metric):
-        console.print(table)
-    written = write_results(args.output, settings, cells)
+    levels = {level_title(level): (level, args.metric) for level in runs.level_names(cells)}
+    console.print(_table(cells, f"{args.metric}: {METRICS[args.metric]}", levels))
+    totals = {name.replace("_", "\n"): (ALL, name) for name in _ALWAYS_SHOWN if name != args.metric}
+    console.print(_table(cells, "all levels", totals))
+    written = runs.write_results(args.output, settings, cells)
     small = [cell for cell in cells if cell.spans and cell.levels[ALL]["count"] <= _MOST_ROWS]
     for number, cell in enumerate(small[:_MOST_CHARTS]):
         written.append(args.output / f"trace-{number}-{cell.scheduler}.json")
-        write_trace(written[-1], cell)
-    written += save_page(simulation_page(settings, cells, args.metric), args.output)
+        runs.write_trace(written[-1], cell)
+    written += save_page(runs.simulation_page(settings, cells, args.metric), args.output)
     console.print("written: " + " ".join(map(str, written)), soft_wrap=True)
 
 
 def _scenarios(args: argparse.Namespace) -> Sequence[Scenario]:
-    from vllm_semantic_sched.sim.metrics import METRICS, is_promised
-    from vllm_semantic_sched.sim.scenario import load_scenarios
-
     if args.scenario is None or args.output is None:
         raise arguments.Failure("needs --scenario and --output", 2)
     if args.metric not in METRICS:
-        problem = f"--metric {args.metric}: unknown; valid: {', '.join(METRICS)}"
-        raise arguments.Failure(problem, 2)
+        raise arguments.Failure(f"--metric {args.metric}: unknown; valid: {', '.join(METRICS)}", 2)
     scenarios = load_scenarios(args.scenario, arguments.parse_changes(args.set))
     if args.metric == "slo_met" and not any(
-        is_promised(slo)
+        targets(slo)
         for scenario in scenarios
         for scheduler in scenario.policies
         for slo in scenario.slos(scheduler)
     ):
-        problem = "--metric slo_met: neither the scenario nor a policy has an SLO"
-        raise arguments.Failure(problem, 2)
+        raise arguments.Failure("--metric slo_met: neither the scenario nor a policy has an SLO", 2)
     return scenarios
-
-
-def _tables(cells: Sequence[Cell], metric: str) -> Iterator[Table]:
-    """The metric by level, and the totals."""
-    from vllm_semantic_sched.lab.report.runs import level_names
-    from vllm_semantic_sched.sim.metrics import ALL, METRICS
-
-    columns = {level_title(level): (level, metric) for level in level_names(cells)}
-    yield _table(cells, f"{metric}: {METRICS[metric]}", columns)
-    totals = [name for name in _ALWAYS_SHOWN if name != metric]
-    yield _table(cells, "all levels", {name.replace("_", "\n"): (ALL, name) for name in totals})
 
 
 def _table(cells: Sequence[Cell], title: str, columns: Mapping[str, tuple[str, str]]) -> Table:
     """A row per cell, a section per point; `columns` has the level and metric of each column."""
-    from vllm_semantic_sched.lab.report.runs import metric_values, point_texts
-
     heads = [*(field.replace(".", ".\n") for field in cells[0].point), "scheduler"]
     table = make_table(title, *heads, *columns, words=len(heads))
     for column in table.columns[: len(heads)]:
         column.no_wrap = True
-    for point, schedulers in itertools.groupby(cells, point_texts):
+    for point, schedulers in itertools.groupby(cells, runs.point_texts):
         for cell in schedulers:
-            figures = (number_text(*metric_values([cell], *one)) for one in columns.values())
+            figures = (number_text(*runs.metric_values([cell], *one)) for one in columns.values())
             table.add_row(*point, cell.scheduler, *figures)
             point = [""] * len(point)  # shown once
         table.add_section()

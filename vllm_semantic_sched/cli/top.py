@@ -5,8 +5,6 @@ Increases, such as times to first token, are those of the last minute. The first
 policy: on the server's own machine, with its API key if it has one, and if it runs the middleware.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -20,20 +18,19 @@ import tty
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from vllm_semantic_sched.cli.arguments import Failure, add_server_arguments
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
+from vllm_semantic_sched.operate.figures import Figures, TierFigures, compute
+from vllm_semantic_sched.operate.watch import ServerState, ServerWatch
 
-if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table
-
-    from vllm_semantic_sched.operate.figures import Figures, TierFigures
-    from vllm_semantic_sched.operate.watch import ServerState, ServerWatch
-
-Cell = str | tuple[str, str]
-"""A text, in its usual style or in that one."""
+Cell = str | tuple[str, str]  # a text, in its usual style or in that one
 
 _WIDTH = 100
 _REDRAW = 0.5  # seconds
@@ -64,8 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Watch the servers until q or Ctrl-C; with --once 1 if no server answers; 2 without a
     terminal."""
-    from vllm_semantic_sched.operate.watch import ServerWatch
-
     watches = [ServerWatch(AdminClient(url, args.api_key)) for url in args.server]
     if args.once or args.json:
         return _print(watches, args)
@@ -76,8 +71,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(watches: Sequence[ServerWatch], args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     # No control codes in a pipe, whatever the environment asks for.
     terminal = sys.stdout.isatty()
     width = min(_WIDTH, Console().width) if terminal else _WIDTH
@@ -88,7 +81,7 @@ def _print(watches: Sequence[ServerWatch], args: argparse.Namespace) -> int:
             if args.json:
                 total = _total(states)
                 shown = {"servers": [state.as_json() for state in states]}
-                print(json.dumps(shown | {"total": total and total.as_json()}), flush=True)
+                print(json.dumps(shown | {"total": total and asdict(total)}), flush=True)
             else:
                 console.print(draw(states))
             if args.once:
@@ -98,9 +91,6 @@ def _print(watches: Sequence[ServerWatch], args: argparse.Namespace) -> int:
 
 def draw(states: Sequence[ServerState], messages: Mapping[str, str] | None = None) -> Group:
     """One frame. `messages`: results of the operator's actions by server; None without keys."""
-    from rich.console import Group
-    from rich.text import Text
-
     total = _total(states)
     gap = Text()
     lines: list[Text | Table] = [Text(f"semsched top   {time.strftime('%H:%M:%S')}", "bold")]
@@ -125,10 +115,8 @@ def draw(states: Sequence[ServerState], messages: Mapping[str, str] | None = Non
 
 
 def _total(states: Sequence[ServerState]) -> Figures | None:
-    from vllm_semantic_sched.operate.figures import combine
-
-    each = [state.figures for state in states if state.figures is not None]
-    return combine(each) if each else None
+    intervals = [state.interval for state in states if state.interval is not None]
+    return compute(intervals) if intervals else None
 
 
 def _server_row(state: ServerState) -> list[Cell]:
@@ -139,9 +127,11 @@ def _server_row(state: ServerState) -> list[Cell]:
     predictor = {None: "-", True: "up", False: "down"}[figures.predictor_up]
     if figures.predictor_up and figures.predictor_queue:
         predictor = f"{figures.predictor_queue} queued"
+    running = sum(tier.running for tier in figures.tiers)
+    waiting = sum(tier.waiting for tier in figures.tiers)
     versions = "/".join(f"v{version}" for version in figures.policy_versions) or "-"
     return [
-        *(name, "paused" if state.paused else serves, str(figures.running), str(figures.waiting)),
+        *(name, "paused" if state.paused else serves, str(running), str(waiting)),
         *(_percent(figures.kv_use), _percent(figures.host_pool_use), predictor),
         versions + (" + canary" if figures.canary else ""),
     ]
@@ -159,9 +149,6 @@ def _tier_row(tier: TierFigures) -> list[Cell]:
 
 def _table(title: str | None, columns: Sequence[str], rows: Iterable[list[Cell]]) -> Table:
     """A table that fits 80 columns; a long first column is cut. Text in brackets is not markup."""
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(title=title, box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
     table.add_column(columns[0], overflow="ellipsis")
     for column in columns[1:]:
@@ -193,8 +180,6 @@ def _seconds(text: str) -> float:
 
 def _show(watches: Sequence[ServerWatch], interval: float) -> None:
     """Redraw and obey keys until q."""
-    from rich.console import Console
-    from rich.live import Live
 
     def keep_reading(watch: ServerWatch) -> None:
         while True:

@@ -12,7 +12,8 @@ from typing import Any
 
 from vllm_semantic_sched.cli.arguments import Failure, failing, positive
 from vllm_semantic_sched.cli.console import make_console, make_table, save_page
-from vllm_semantic_sched.operate.audit import verify
+from vllm_semantic_sched.lab.report.runs import trace_page
+from vllm_semantic_sched.operate.audit import Audit
 from vllm_semantic_sched.operate.event_log import LogReader, TierSummary, logs_in
 from vllm_semantic_sched.sim.spans import chrome_trace
 
@@ -41,8 +42,6 @@ def run(args: argparse.Namespace) -> int:
     if args.output is None or len(args.log) > 1:
         raise Failure("name one log and --output DIR, or `verify`", 2)
     (log,) = args.log
-    from vllm_semantic_sched.lab.report.runs import trace_page
-
     reader, drawn = LogReader(args.limit, args.since), []
     tiers: defaultdict[tuple[int, str], TierSummary] = defaultdict(TierSummary)
     for request in reader.requests(log):
@@ -70,13 +69,13 @@ def run(args: argparse.Namespace) -> int:
 def _verify(paths: list[Path]) -> int:
     whole, logs = True, logs_in(paths)
     for log in logs:
-        audit = verify(log)
+        audit = Audit(log)
         for finding in audit.findings[:_MOST_FINDINGS]:
             print(f"{finding.kind:7} {finding.where}: {finding.text}")
         if len(audit.findings) > _MOST_FINDINGS:
             print(f"... {len(audit.findings) - _MOST_FINDINGS} more")
         result = "unchanged" if audit.whole else "CHANGED"
-        print(f"{log}: {audit.lines} lines {result}; last hash {audit.last}")
+        print(f"{log}: {audit.lines} lines {result}; last hash {audit.chain.last}")
         whole &= audit.whole
     return int(not whole) if logs else 2
 

@@ -33,12 +33,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
 from vllm_semantic_sched.cli.arguments import failing_in_lab
 from vllm_semantic_sched.cli.evaluate import measure_of, report_on
 from vllm_semantic_sched.lab.evaluation.examples import read_examples, read_labeled_set
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.config.estimates import Decision
-from vllm_semantic_sched.sim.datasets import DataNotFound, data_root
+from vllm_semantic_sched.sim.datasets import data_root
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.lab.evaluation.baselines import Guesser
@@ -59,13 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         name: str, run: Callable[[argparse.Namespace], None], text: str
     ) -> argparse.ArgumentParser:
         parser = kinds.add_parser(name, help=text)
-        parser.set_defaults(run=run, command=f"train {name}")
+        parser.set_defaults(run=failing_in_lab()(run), command=f"train {name}")
         return parser
 
     add = kind("all", _train_all, "the shipped model, from the data folder").add_argument
     add("--data", type=Path, help=_DATA)
-    text = "share of the texts per round; 0.01 tries it out"
-    add("--scale", type=float, default=1.0, help=text)
+    add("--scale", type=float, default=1.0, help="share of the texts per round; 0.01 tries it out")
     text = (
         "of a new network: 2, 3, 4, 6 or 12 (%(default)s); 12, all of the pretrained encoder's, "
         "for a teacher"
@@ -127,10 +128,9 @@ def _add_model_arguments(add: Callable[..., object], base: str = "shipped") -> N
 def _data_folder(args: argparse.Namespace) -> Path:
     if root := args.data or data_root():
         return Path(root)
-    raise DataNotFound("no data folder: pass --data DIR or set SEMSCHED_DATA")
+    raise FileNotFoundError("no data folder: pass --data DIR or set SEMSCHED_DATA")
 
 
-@failing_in_lab()
 def _train_instant(args: argparse.Namespace) -> None:
     from vllm_semantic_sched.lab.training.train import train_instant
     from vllm_semantic_sched.predict.instant import INSTANT_FILE
@@ -140,7 +140,6 @@ def _train_instant(args: argparse.Namespace) -> None:
     print(f"saved to {args.output / INSTANT_FILE}")
 
 
-@failing_in_lab()
 def _train_all(args: argparse.Namespace) -> None:
     root = _data_folder(args)
     from vllm_semantic_sched.lab.training.train import train_all
@@ -150,18 +149,14 @@ def _train_all(args: argparse.Namespace) -> None:
     _print_thresholds(args.output, texts)
 
 
-@failing_in_lab()
 def _train_urgency(args: argparse.Namespace) -> None:
     from vllm_semantic_sched.lab.training.fine_tune import train_urgency
 
     _report(args, train_urgency(_options(args), args.domain, args.csv, args.examples, args.test))
 
 
-@failing_in_lab()
 def _train_length(args: argparse.Namespace) -> None:
     """Train, and take the old model back if the new one orders unseen prompts worse."""
-    from tqdm import tqdm
-
     from vllm_semantic_sched.lab.evaluation.measure import model_guesser
     from vllm_semantic_sched.lab.training.base import base_folder
     from vllm_semantic_sched.lab.training.fine_tune import train_length
@@ -199,8 +194,6 @@ def _set_aside(model: Path) -> Path | None:
 
 def _collected(args: argparse.Namespace) -> Path:
     """Send the prompts to the server; the table of its answers' lengths."""
-    from tqdm import tqdm
-
     from vllm_semantic_sched.lab.training.collect import collect_lengths
 
     if args.prompts is None:
@@ -230,11 +223,7 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 class _RoundBars:
-    """A progress bar for each round of training."""
-
     def __call__(self, step: Step) -> None:
-        from tqdm import tqdm
-
         if step.number == 1:
             title = f"round {step.round}/{step.rounds}"
             self._bar = tqdm(total=step.steps, desc=title, mininterval=5)

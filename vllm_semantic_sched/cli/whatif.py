@@ -4,19 +4,17 @@ Tells what the recorded traffic would have met: times to first token and end-to-
 urgency level, and which promises would be broken.
 """
 
-from __future__ import annotations
-
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.cli.arguments import simulating
 from vllm_semantic_sched.cli.console import make_console, print_table, save_page
+from vllm_semantic_sched.lab.report import runs
 from vllm_semantic_sched.lab.report.content import number_text
 from vllm_semantic_sched.policy.config import load_policy
-
-if TYPE_CHECKING:
-    from vllm_semantic_sched.lab.whatif import WhatIf
+from vllm_semantic_sched.sim import metrics
+from vllm_semantic_sched.sim.runner import Cell
 
 _MOST_POLICIES = 5  # in a table of 100 columns
 
@@ -34,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print two tables, a sentence per policy and what the figures do not say; 1 if a file cannot
     be read or written, 2 if the log or a policy is unusable."""
-    from vllm_semantic_sched.lab.report.runs import simulation_page, write_results
     from vllm_semantic_sched.lab.whatif import METRICS, read_log, replay
 
     policies = {Path(name).stem: load_policy(name) for name in args.policy[:_MOST_POLICIES]}
@@ -44,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
         seconds = log.requests[-1].request.arrival - log.requests[0].request.arrival
         title = f"engine {number}: {len(log.requests)} requests in {seconds:.0f} s"
         for metric in METRICS:
-            _print_table(answer, metric, title)
+            _print_table(answer.cells, metric, title)
         lines = [*answer.verdicts, *answer.notes]
         console.print("\n".join(lines), soft_wrap=False, width=100)
         if args.output is not None:
@@ -52,20 +49,17 @@ def run(args: argparse.Namespace) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             about = {"description": f"{title}. {' '.join(lines)}"}
             settings = answer.settings.model_copy(update=about)
-            written = write_results(folder, settings, answer.cells)
-            written += save_page(simulation_page(settings, answer.cells, METRICS[0]), folder)
+            written = runs.write_results(folder, settings, answer.cells)
+            written += save_page(runs.simulation_page(settings, answer.cells, METRICS[0]), folder)
             console.print("written: " + " ".join(map(str, written)), soft_wrap=True)
 
 
-def _print_table(answer: WhatIf, metric: str, title: str) -> None:
+def _print_table(cells: Sequence[Cell], metric: str, title: str) -> None:
     """A row per level, a column per cell."""
-    from vllm_semantic_sched.lab.report.runs import level_names, metric_values
-    from vllm_semantic_sched.sim.metrics import METRICS
-
-    columns = ("level", "requests", *(cell.scheduler for cell in answer.cells))
+    columns = ("level", "requests", *(cell.scheduler for cell in cells))
     rows = []
-    for level in level_names(answer.cells):
-        count, *_ = metric_values(answer.cells, level, "count")
-        values = metric_values(answer.cells, level, metric)
+    for level in runs.level_names(cells):
+        count, *_ = runs.metric_values(cells, level, "count")
+        values = runs.metric_values(cells, level, metric)
         rows.append([level, *map(number_text, (count, *values))])
-    print_table(f"{metric}: {METRICS[metric]}; {title}", columns, rows)
+    print_table(f"{metric}: {metrics.METRICS[metric]}; {title}", columns, rows)

@@ -20,14 +20,14 @@ from vllm_semantic_sched.policy.facts.section import parse_section
 from vllm_semantic_sched.policy.facts.tiers import Slo
 from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
 from vllm_semantic_sched.predict import stored_buckets
-from vllm_semantic_sched.sim.metrics import ALL, Recorder, is_promised
+from vllm_semantic_sched.sim.metrics import ALL, Recorder, targets
 from vllm_semantic_sched.sim.predictor import Predictions
 from vllm_semantic_sched.sim.request import SimRequest
 from vllm_semantic_sched.sim.runner import Cell, Task, cells_of, run_task
 from vllm_semantic_sched.sim.scenario import Scenario, parse_scenarios
 from vllm_semantic_sched.sim.sections import Settings
 from vllm_semantic_sched.sim.simulation import Given, simulate
-from vllm_semantic_sched.sim.workload import TraceError, Workload
+from vllm_semantic_sched.sim.workload import Workload, WorkloadError
 
 MEASURED, SAME = "measured", "simulated"
 """Names of the cells of the recorded policy: as measured, and as simulated."""
@@ -41,7 +41,7 @@ _ENOUGH_STEPS = 16  # of steps with and without prefills, for a fit
 _MOST_STEPS = 20_000
 
 
-class UnusableLog(TraceError):
+class UnusableLog(WorkloadError):
     """An event log has too little for a replay. The message says what is missing."""
 
 
@@ -284,7 +284,7 @@ def _verdict(measured: Cell, cell: Cell, slos: Sequence[Slo]) -> str:
     if last != first:
         ratio = cell.levels[last]["e2e_mean"] / measured.levels[last]["e2e_mean"]
         text += f", level {last} would take {ratio:.2g} times as long"
-    promised = [level for level in cell.levels if level != ALL and is_promised(slos[int(level)])]
+    promised = [level for level in cell.levels if level != ALL and targets(slos[int(level)])]
     kept = {level: cell.levels[level]["slo_met"] * 100 for level in promised}
     if broken := [level for level in promised if kept[level] < slos[int(level)].percentile]:
         return f"{text}; the promise to level {', '.join(broken)} would be broken."

@@ -1,7 +1,5 @@
 """Checks that an event log is whole: every line unchanged, none removed, none moved."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections import deque
@@ -27,15 +25,8 @@ class Finding(NamedTuple):
     text: str
 
 
-def verify(path: Path) -> Audit:
-    """Check a log and its rotated parts. OSError if it cannot be read."""
-    audit = Audit(path)
-    audit._read_all()
-    return audit
-
-
 class Audit:
-    """What `verify` found."""
+    """Checks a log and its rotated parts. OSError if it cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self.lines = 0
@@ -46,21 +37,17 @@ class Audit:
         with contextlib.suppress(FileNotFoundError):  # before the log, which may grow
             self._head = Path(f"{path}.head").read_text().strip()
         self._awaits_head = bool(self._head)
-        self._chain = Chain()
+        self.chain = Chain()  # with the last hash; note it elsewhere to find a log that was cut
         self._recent: deque[str] = deque(maxlen=_RECENT)
         self._begun = self._closed = self._blind = False
         self._torn = ""  # where a line ended early
         self._unchained = 0
+        self._read_all()
 
     @property
     def whole(self) -> bool:
         """Whether nothing was changed, as far as the chain can tell."""
         return not any(finding.kind == "problem" for finding in self.findings)
-
-    @property
-    def last(self) -> str:
-        """The last hash; note it elsewhere to find a log that was cut."""
-        return self._chain.last
 
     def _read_all(self) -> None:
         where = str(self._path)
@@ -80,7 +67,7 @@ class Audit:
             self._find("note", where, "without PATH.head, lines missing at the end are not found")
         if not self._closed:
             self._find("note", where, "no closing line: the server runs or was killed")
-        if self._begun and not self._chain.key:
+        if self._begun and not self.chain.key:
             self._find("problem" if self._key else "note", where, _NOT_KEYED)
 
     def _read(self, where: str, text: str) -> None:
@@ -96,7 +83,7 @@ class Audit:
             return
         about = event.get("log")
         if about is not None:
-            self._chain.key = self._key if event.get("keyed") else b""
+            self.chain.key = self._key if event.get("keyed") else b""
         if not self._begun:
             self._begin(where, event)
         if self._torn and about not in _RESTARTS:
@@ -104,7 +91,7 @@ class Audit:
         elif self._torn:
             self._find("gap", self._torn, "the server could not complete this line")
         self._torn = ""
-        if not self._chain.follow(text) and not self._blind:
+        if not self.chain.follow(text) and not self._blind:
             self._find("problem", where, "changed, moved, or a line before it is missing")
         if about is not None:
             self._read_about(where, about, event)
@@ -116,7 +103,7 @@ class Audit:
         self._begun = True
         about, previous = event.get("log"), str(event.get("previous", ""))
         if about == "continued":
-            self._chain.last = previous
+            self.chain.last = previous
             self._find("note", where, "older lines have expired or were removed")
         elif about != "started" or previous:
             self._find("problem", where, "the first line of the file is missing")

@@ -41,45 +41,40 @@ class AdminClient:
     def status(self, timeout: float | None = None) -> list[dict[str, Any]]:
         """Running and waiting requests, paused state and policy of each engine; `timeout` in
         seconds, None for no limit."""
-        engines = self.call("GET", "/status", timeout=timeout).get("engines")
+        engines = self.call("/status", timeout=timeout).get("engines")
         if not isinstance(engines, list):
             raise AdminError(f"{self.url} is not a vLLM server with this package")
         return engines
 
-    def get(self, path: str, timeout: float | None = None) -> str:
-        """The text of a page of the server itself, such as /metrics. AdminError unless it comes
-        within `timeout` seconds, with status 200."""
-        return self._send("GET", path, timeout=timeout)
-
     def post(self, path: str, **body: Any) -> dict[str, Any]:
         """POST to an endpoint under /v1/semsched and wait, without timeout, for the answer."""
-        return self.call("POST", path, body)
+        return self.call(path, body)
 
     def call(
         self,
-        method: str,
         path: str,
         body: dict[str, Any] | None = None,
         prefix: str = _PREFIX,
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """Send one request and return the JSON object that the server answers. AdminError has the
-        server's message, or the server option that is missing."""
-        text = self._send(method, path, body, prefix, timeout)
+        """The JSON object that the server answers, see `send`."""
+        text = self.send(path, body, prefix, timeout)
         try:
             answer = json.loads(text)
         except ValueError:  # vLLM's adapter endpoints answer in plain text
             answer = text
         return answer if isinstance(answer, dict) else {"message": answer}
 
-    def _send(
+    def send(
         self,
-        method: str,
         path: str,
         body: dict[str, Any] | None = None,
         prefix: str = "",
         timeout: float | None = None,
     ) -> str:
+        """Send a POST if there is a body, else a GET, and return the text of the answer. AdminError
+        unless it comes within `timeout` seconds, with status 200; it has the server's message, or
+        the server option that is missing."""
         headers = {"Content-Type": "application/json"}
         if self._api_key:
             headers["Authorization"] = f"Bearer {self._api_key}"
@@ -89,7 +84,7 @@ class AdminClient:
                 address = urllib.parse.urlsplit(self.url)
                 token = admin_token(address.port or (443 if address.scheme == "https" else 80))
                 headers |= {} if token is None else {TOKEN_HEADER: token}
-            request = urllib.request.Request(self.url + prefix + path, data, headers, method=method)
+            request = urllib.request.Request(self.url + prefix + path, data, headers)
             with urllib.request.urlopen(request, timeout=timeout) as reply:
                 return str(reply.read().decode())
         except urllib.error.HTTPError as error:

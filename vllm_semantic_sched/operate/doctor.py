@@ -327,7 +327,7 @@ def check_port(port: int) -> Finding:
 def check_server(client: AdminClient, wanted: str | None) -> Iterator[Finding]:
     """A running server: version, scheduler, middleware, and the policy's `wanted` fingerprint."""
     try:
-        version = str(json.loads(client.get("/version", _TIMEOUT))["version"])
+        version = str(json.loads(client.send("/version", timeout=_TIMEOUT))["version"])
         check_vllm_version(version)
     except AdminError as error:
         advice = "start vLLM there, or correct the address; another program may have the port"

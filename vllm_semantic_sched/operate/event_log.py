@@ -14,7 +14,8 @@ from typing import Any
 from vllm_semantic_sched.sim.spans import HELD, Span
 
 END_STATES = ("completed", "failed", "cancelled", "refused")
-_STATES = {"queued", "running", "swapped", *END_STATES}
+UNSEATED = ("queued", "swapped")
+_STATES = {"running", *UNSEATED, *END_STATES}
 _DEPTH_INTERVAL = 0.1  # seconds; more points than that cannot be told apart in a chart
 
 
@@ -41,15 +42,10 @@ class LoggedRequest:
     def end_span(self, now: float, kind: str) -> None:
         """Close the span of the present seat. A request without a seat gets an empty span, which
         shows it in the chart."""
-        self._keep_span(now if self.seated is None else self.seated, now, kind)
+        self.keep_span(now if self.seated is None else self.seated, now, kind)
         self.seated = None
 
-    def end_hold(self, now: float, seconds: float) -> None:
-        """Count a hold that is over, and show it in the chart."""
-        self.held += seconds
-        self._keep_span(max(now - seconds, self.seated or 0.0), now, HELD)
-
-    def _keep_span(self, start: float, end: float, kind: str) -> None:
+    def keep_span(self, start: float, end: float, kind: str) -> None:
         if self.keeps_spans:
             same = self.request, self.level, self.arrival
             self.spans.append(Span(*same, start, end, kind, self.engine))
@@ -114,16 +110,18 @@ class LogReader:
             self._requests[key] = request
             if event["from"] == "running":
                 request.seated = now
-        elif request.state in ("queued", "swapped"):
+        elif request.state in UNSEATED:
             self._waiting[request.tier] -= 1
         request.level, request.tier, request.state = level, tier, state
         if event.get("first_token") is not None:
             request.first_token = float(event["first_token"]) - self._start
         if "held" in event:
-            request.end_hold(now, float(event["held"]))
+            seconds = float(event["held"])
+            request.held += seconds
+            request.keep_span(max(now - seconds, request.seated or 0.0), now, HELD)
         elif not decides:
             self._change_state(request, event, now)
-        elif state != "running":
+        if state in UNSEATED:
             self._waiting[tier] += 1
         if self._unfinished_kept and (
             not self.depths or now - self.depths[-1][0] >= _DEPTH_INTERVAL
@@ -141,12 +139,10 @@ class LogReader:
             request.end = now
             request.end_span(now, "finish" if state == "completed" else state)
             self._unfinished_kept -= request.keeps_spans
-        else:
-            self._waiting[request.tier] += 1
-            if request.seated is not None:
-                kind = event.get("plan") or event.get("reason") or "recompute"
-                request.preemptions[kind] += 1
-                request.end_span(now, kind)
+        elif request.seated is not None:
+            kind = event.get("plan") or event.get("reason") or "recompute"
+            request.preemptions[kind] += 1
+            request.end_span(now, kind)
 
 
 def logs_in(paths: Iterable[Path]) -> list[Path]:

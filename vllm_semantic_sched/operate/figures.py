@@ -1,27 +1,25 @@
 """Figures of running servers for an operator, computed from their metrics pages."""
 
-from __future__ import annotations
-
+import itertools
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
-WINDOW = 60.0
-"""Seconds over which increases are reported, once a server has been watched for so long."""
-
+WINDOW = 60.0  # seconds over which increases are reported, once a server was watched for so long
 _OURS = "semsched:"
 _KV_USE = "vllm:kv_cache_usage_perc"
-_FIRST_TOKEN = "time_to_first_token_seconds"
 
 
 class Page:
-    """The samples of a metrics page, by name; ValueError if the text is none."""
+    """The samples of a metrics page that was read at a `time`, in seconds of any clock; ValueError
+    if the text is none."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, time: float) -> None:
+        self.time = time
         self._samples = defaultdict[str, dict[frozenset[tuple[str, str]], float]](dict)
         try:
             for family in text_string_to_metric_families(text):
@@ -48,7 +46,7 @@ class Page:
             groups[tuple(own[label] for label in labels)].append(value)
         return groups
 
-    def restarted_since(self, before: Page) -> bool:
+    def restarted_since(self, before: Self) -> bool:
         """Whether a counter is lower than on an earlier page of the server."""
         return any(
             self._samples.get(name, {}).get(labels, 0.0) < value
@@ -58,60 +56,53 @@ class Page:
         )
 
 
-class Reading(NamedTuple):
-    """A metrics page and when it was read, in seconds of any clock."""
+class Interval(NamedTuple):
+    """Two pages of one run of a server; without `before`, it begins with the server."""
 
-    time: float
-    page: Page
+    now: Page
+    before: Page | None
+
+    @property
+    def seconds(self) -> float | None:
+        """None: since the server started."""
+        return None if self.before is None else self.now.time - self.before.time
+
+    def total(self, name: str, *labels: str) -> defaultdict[tuple[str, ...], float]:
+        """The sums of a metric by the values of some of its labels."""
+        sums = {key: sum(each) for key, each in self.now.by(name, *labels).items()}
+        return defaultdict(float, sums)
+
+    def increase(self, name: str, *labels: str) -> defaultdict[tuple[str, ...], float]:
+        """The same of a counter, less what it was before."""
+        more = self.total(name, *labels)
+        for key, each in self.before.by(name, *labels).items() if self.before is not None else ():
+            more[key] -= sum(each)
+        return more
 
 
-class History:
-    """The readings of one server over the last `WINDOW` seconds."""
-
-    def __init__(self) -> None:
-        self._readings: deque[Reading] = deque()
-
-    def add(self, reading: Reading) -> Figures:
-        """Add a reading; the figures since the oldest one that is kept."""
-        readings = self._readings
-        if readings and reading.page.restarted_since(readings[-1].page):
-            readings.clear()
-        # The oldest one is the last that is at least WINDOW seconds old.
-        while len(readings) > 1 and readings[1].time <= reading.time - WINDOW:
-            readings.popleft()
-        before = readings[0] if readings else None
-        readings.append(reading)
-        return compute(reading, before)
+def add_page(pages: deque[Page], page: Page) -> Interval:
+    """Add a page to those of a server; the interval since the oldest one that is kept."""
+    if pages and page.restarted_since(pages[-1]):
+        pages.clear()
+    # The oldest one is the last that is at least WINDOW seconds old.
+    while len(pages) > 1 and pages[1].time <= page.time - WINDOW:
+        pages.popleft()
+    before = pages[0] if pages else None
+    pages.append(page)
+    return Interval(page, before)
 
 
 @dataclass(frozen=True)
 class TierFigures:
-    """One tier."""
-
     level: int | None  # None if the server does not say
     tier: str
-    waiting: int = 0  # requests without a seat
-    running: int = 0  # requests with a seat
-    held: float | None = None  # mean number of running requests without a token, in the window
-    longest_wait: float = 0.0  # seconds that the oldest waiting request has been without a seat
-    # Requests that got their first token in the window, in seconds since their arrival: cumulative
-    # counts by upper bound of the histogram's bucket.
-    first_tokens: Mapping[float, float] = field(default_factory=dict)
-
-    @property
-    def started(self) -> int:
-        """Requests that got their first token in the window."""
-        return int(max(self.first_tokens.values(), default=0))
-
-    @property
-    def ttft_p50(self) -> float | None:
-        """Median time to first token in the window, seconds; None if there was none."""
-        return quantile(self.first_tokens, 0.5)
-
-    @property
-    def ttft_p99(self) -> float | None:
-        """99th percentile of the time to first token, seconds; None if there was none."""
-        return quantile(self.first_tokens, 0.99)
+    waiting: int  # requests without a seat
+    running: int  # requests with a seat
+    held: float | None  # mean number of running requests without a token, in the window
+    longest_wait: float  # seconds that the oldest waiting request has been without a seat
+    started: int  # requests that got their first token in the window
+    ttft_p50: float | None  # their median time to first token, seconds; None if there were none
+    ttft_p99: float | None  # their 99th percentile
 
 
 @dataclass(frozen=True)
@@ -132,96 +123,68 @@ class Figures:
     observing: bool  # whether an engine only observes
     canary: bool  # whether an engine runs a canary
 
-    @property
-    def waiting(self) -> int:
-        return sum(tier.waiting for tier in self.tiers)
 
-    @property
-    def running(self) -> int:
-        return sum(tier.running for tier in self.tiers)
+def compute(intervals: Sequence[Interval]) -> Figures:
+    """Figures of servers, whose engines are added up; so are tiers of the same level and name."""
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain values, named as the attributes."""
-        document = asdict(self)
-        for tier, row in zip(self.tiers, document["tiers"], strict=True):
-            del row["first_tokens"]
-            row |= {name: getattr(tier, name) for name in ("started", "ttft_p50", "ttft_p99")}
-        return document
+    def values(name: str) -> list[float]:
+        return [value for interval in intervals for value in interval.now.values(name)]
 
+    def mean(name: str) -> float | None:
+        """Of the means over the engines of each server."""
+        each = [one for interval in intervals if (one := interval.now.values(name))]
+        return sum(sum(one) / len(one) for one in each) / len(each) if each else None
 
-def compute(now: Reading, before: Reading | None) -> Figures:
-    """Figures of a server, whose engines are added up, since an earlier reading of the same run;
-    without one, since its start."""
-    page = now.page
-    window = None if before is None else now.time - before.time
-
-    def total(name: str, *labels: str) -> defaultdict[tuple[str, ...], float]:
-        sums = {key: sum(each) for key, each in page.by(name, *labels).items()}
-        return defaultdict(float, sums)
-
-    def increase(name: str, *labels: str) -> defaultdict[tuple[str, ...], float]:
-        more = total(name, *labels)
-        for key, each in before.page.by(name, *labels).items() if before else ():
-            more[key] -= sum(each)
-        return more
-
-    levels = {tier: int(level) for tier, level in page.by("tier_info", "tier", "level")}
-    waiting, running = total("waiting_requests", "tier"), total("running_requests", "tier")
-    waits = page.by("longest_wait_seconds", "tier")
-    held = increase("held_seconds_total", "tier")
-    first_tokens = defaultdict[str, dict[float, float]](dict)
-    for (tier, bound), count in increase(f"{_FIRST_TOKEN}_bucket", "tier", "le").items():
-        first_tokens[tier][float(bound)] = count
-    kinds = sorted(increase("preemptions_total", "kind").items())
-    up = page.values("predictor_up")
-    return Figures(
-        window=window,
-        tiers=_in_order(
-            TierFigures(
-                level=levels.get(name),
-                tier=name,
-                waiting=int(waiting[name,]),
-                running=int(running[name,]),
-                held=held[name,] / window if window else None,
-                longest_wait=max(waits.get((name,), ()), default=0.0),
-                first_tokens=first_tokens[name],
-            )
-            for name in {*levels, *(tier for (tier,) in list(waiting))}
-        ),
-        preemptions={kind: int(count) for (kind,), count in kinds},
-        hold_cost=max(page.values("hold_cost"), default=None),
-        kv_use=_mean(page.values(_KV_USE)),
-        host_pool_use=_mean(page.values("host_pool_usage")),
-        predictor_up=all(up) if up else None,
-        predictor_queue=int(sum(page.values("predictor_queue"))),
-        policy_versions=tuple(sorted({int(value) for value in page.values("policy_version")})),
-        observing=any(page.values("observing")),
-        canary=any(page.values("canary")),
-    )
-
-
-def combine(each: Sequence[Figures]) -> Figures:
-    """Figures of several servers together. Tiers of the same level and name are added up."""
-    groups = defaultdict[tuple[int | None, str], list[TierFigures]](list)
+    windows = [interval.seconds for interval in intervals if interval.seconds is not None]
     preemptions = Counter[str]()
-    for figures in each:
-        preemptions.update(figures.preemptions)
-        for tier in figures.tiers:
-            groups[tier.level, tier.tier].append(tier)
-    windows, up = _known(each, "window"), _known(each, "predictor_up")
+    for interval in intervals:
+        for (kind,), count in sorted(interval.increase("preemptions_total", "kind").items()):
+            preemptions[kind] += int(count)
+    up = values("predictor_up")
     return Figures(
-        window=max(windows) if windows and len(windows) == len(each) else None,
-        tiers=_in_order(map(_add_up, groups.values())),
+        window=max(windows) if len(windows) == len(intervals) else None,
+        tiers=tuple(_tiers(intervals)),
         preemptions=dict(preemptions),
-        hold_cost=max(_known(each, "hold_cost"), default=None),
-        kv_use=_mean(_known(each, "kv_use")),
-        host_pool_use=_mean(_known(each, "host_pool_use")),
+        hold_cost=max(values("hold_cost"), default=None),
+        kv_use=mean(_KV_USE),
+        host_pool_use=mean("host_pool_usage"),
         predictor_up=all(up) if up else None,
-        predictor_queue=sum(one.predictor_queue for one in each),
-        policy_versions=tuple(sorted({v for one in each for v in one.policy_versions})),
-        observing=any(one.observing for one in each),
-        canary=any(one.canary for one in each),
+        predictor_queue=int(sum(values("predictor_queue"))),
+        policy_versions=tuple(sorted({int(value) for value in values("policy_version")})),
+        observing=any(values("observing")),
+        canary=any(values("canary")),
     )
+
+
+def _tiers(intervals: Sequence[Interval]) -> Iterator[TierFigures]:
+    """The tiers of all servers, most urgent first."""
+    having = defaultdict[tuple[float, str], list[Interval]](list)
+    for interval in intervals:
+        levels = {tier: int(n) for tier, n in interval.now.by("tier_info", "tier", "level")}
+        for name in {*levels, *(tier for (tier,) in interval.now.by("waiting_requests", "tier"))}:
+            having[levels.get(name, math.inf), name].append(interval)
+    for (level, name), those in sorted(having.items()):
+        held, first_tokens = [], defaultdict[float, float](float)
+        for interval in those:
+            if interval.seconds:
+                seconds = interval.increase("held_seconds_total", "tier")[name,]
+                held.append(seconds / interval.seconds)
+            buckets = interval.increase("time_to_first_token_seconds_bucket", "tier", "le")
+            for (tier, bound), count in buckets.items():
+                if tier == name:
+                    first_tokens[float(bound)] += count
+        waits = (one.now.by("longest_wait_seconds", "tier").get((name,), ()) for one in those)
+        yield TierFigures(
+            level=None if level == math.inf else int(level),
+            tier=name,
+            waiting=sum(int(one.total("waiting_requests", "tier")[name,]) for one in those),
+            running=sum(int(one.total("running_requests", "tier")[name,]) for one in those),
+            held=sum(held) if held else None,
+            longest_wait=max(itertools.chain(*waits), default=0.0),
+            started=int(max(first_tokens.values(), default=0)),
+            ttft_p50=quantile(first_tokens, 0.5),
+            ttft_p99=quantile(first_tokens, 0.99),
+        )
 
 
 def quantile(buckets: Mapping[float, float], share: float) -> float | None:
@@ -241,32 +204,3 @@ def quantile(buckets: Mapping[float, float], share: float) -> float | None:
         if not math.isinf(bound):
             below, start = count, bound
     return start
-
-
-def _add_up(tiers: Sequence[TierFigures]) -> TierFigures:
-    first_tokens = Counter[float]()
-    for tier in tiers:
-        first_tokens.update(tier.first_tokens)
-    held = _known(tiers, "held")
-    return TierFigures(
-        level=tiers[0].level,
-        tier=tiers[0].tier,
-        waiting=sum(tier.waiting for tier in tiers),
-        running=sum(tier.running for tier in tiers),
-        held=sum(held) if held else None,
-        longest_wait=max(tier.longest_wait for tier in tiers),
-        first_tokens=dict(first_tokens),
-    )
-
-
-def _in_order(tiers: Iterable[TierFigures]) -> tuple[TierFigures, ...]:
-    return tuple(sorted(tiers, key=lambda t: (math.inf if t.level is None else t.level, t.tier)))
-
-
-def _known(each: Iterable[Figures | TierFigures], name: str) -> list[Any]:
-    """The values of an attribute that are not None."""
-    return [value for one in each if (value := getattr(one, name)) is not None]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

@@ -1,12 +1,13 @@
 """Reads a running server again and again, and carries out an operator's actions on it."""
 
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_semantic_sched.operate.client import AdminClient, AdminError, abandon_pause
-from vllm_semantic_sched.operate.figures import Figures, History, Page, Reading
+from vllm_semantic_sched.operate.figures import Figures, Interval, Page, add_page, compute
 
 _TIMEOUT = 5.0  # seconds for one page; a busy server answers late
 
@@ -20,6 +21,7 @@ class ServerState:
     error: str | None = None  # why there are no figures, or why they are empty
     paused: bool | None = None  # whether an engine is paused; None: not known
     locked: str | None = None  # why the operator's endpoints are closed, if they are
+    interval: Interval | None = None  # that of the figures
 
     @property
     def open(self) -> bool:
@@ -28,7 +30,8 @@ class ServerState:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, named as the attributes."""
-        return {**vars(self), "figures": self.figures and self.figures.as_json()}
+        fields = {name: value for name, value in vars(self).items() if name != "interval"}
+        return fields | {"figures": self.figures and asdict(self.figures)}
 
 
 class ServerWatch:
@@ -37,7 +40,7 @@ class ServerWatch:
     def __init__(self, client: AdminClient, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
         self._clock = clock
-        self._history = History()
+        self._pages: deque[Page] = deque()
         self._pausing = False
         self.state = ServerState(client.url, error="not read yet")
 
@@ -45,19 +48,18 @@ class ServerWatch:
         """Read the server's metrics and status. Never raises because of the server."""
         url = self._client.url
         try:
-            page = Page(self._client.get("/metrics", timeout=_TIMEOUT))
+            page = Page(self._client.send("/metrics", timeout=_TIMEOUT), self._clock())
         except (AdminError, ValueError) as error:
             self.state = ServerState(url, error=str(error).removeprefix(f"{url}: "))
             return self.state
-        figures = self._history.add(Reading(self._clock(), page))
+        interval = add_page(self._pages, page)
         note = None if page else "no scheduler metrics; they begin with the first request"
         paused = locked = None
         try:
-            engines = self._client.status(timeout=_TIMEOUT)
-            paused = any(engine.get("paused") for engine in engines)
+            paused = any(engine.get("paused") for engine in self._client.status(timeout=_TIMEOUT))
         except AdminError as refusal:
             locked = str(refusal)
-        self.state = ServerState(url, figures, note, paused, locked)
+        self.state = ServerState(url, compute([interval]), note, paused, locked, interval)
         return self.state
 
     def pause(self) -> str:

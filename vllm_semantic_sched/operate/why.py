@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_semantic_sched.operate.event_log import END_STATES, events_in, key_of
+from vllm_semantic_sched.operate.event_log import END_STATES, UNSEATED, events_in, key_of
 from vllm_semantic_sched.policy.events import hashed_id, keyed_hash
+from vllm_semantic_sched.sim.spans import ON_HOST
 
 Event = dict[str, Any]
 
@@ -27,11 +28,9 @@ _PHRASES = {
     "not_ready": "not ready (grammar, adapter, KV)",
     "unknown": "not recorded",
 }
-NOT_RECORDED = _PHRASES["unknown"]
-"""The words for a part of a wait without a cause."""
+NOT_RECORDED = _PHRASES["unknown"]  # the words for a part of a wait without a cause
 
 _ROOM = ("seat", "kv", "kv_peak", "tokens")  # others have what it waits for
-_ON_HOST = ("swap", "partial")
 _TICK = 0.001  # seconds that do not count
 _UNSURE = 0.05  # seconds between an event and its line, on a busy machine
 
@@ -91,14 +90,13 @@ class Waits:
         if event["from"] == event["state"]:
             return [], None
         time, delays, window = float(event["time"]), [], None
-        if event["from"] in ("queued", "swapped"):
+        if event["from"] in UNSEATED:
             delays = self._parts(event, time)
             if self._since is not None:
                 window = (self._since, time)
         elif event["from"] == "running" and event["state"] not in END_STATES:
             self._preempted = event
-        waits = event["state"] in ("queued", "swapped")
-        self._since = time if waits else None
+        self._since = time if event["state"] in UNSEATED else None
         return delays, window
 
     def _parts(self, event: Event, time: float) -> list[Delay]:
@@ -158,7 +156,7 @@ def _find_served(log: Path, account: Account) -> None:
         (float(event["time"]), str(event["request"]), int(event["level"]))
         for event in events_of(log, '"state": "running"')
         if begin <= float(event["time"]) <= end
-        and event["from"] in ("queued", "swapped")
+        and event["from"] in UNSEATED
         and int(event["engine"]) == account.engine
         and event["request"] != account.request
     ]
@@ -208,7 +206,7 @@ def _phrase(cause: str, other: str, detail: str, levels: set[int]) -> str:
         for_whom = f"for {other} ({whom})" if other else f"({reason})"
         return f"preempted {for_whom}" + (f", KV {_KV_WORDS.get(plan, plan)}" if plan else "")
     if cause == "restoring":
-        return "loading its KV" if detail in _ON_HOST else "computing its KV again"
+        return "loading its KV" if detail in ON_HOST else "computing its KV again"
     return _PHRASES.get(cause, cause)
 
 

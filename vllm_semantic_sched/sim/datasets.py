@@ -26,10 +26,6 @@ _TOKENS_PER_WORD = 1.3
 _NHAMCS_SPLITS: dict[str, Split] = {"train": "train", "val": "validation", "test": "test"}
 
 
-class DataNotFound(FileNotFoundError):
-    """The data folder, or a file that a reader needs in it, is not there."""
-
-
 @dataclass(frozen=True)
 class TextLength:
     """A prompt and the length of a real answer to it, in tokens (at least 1)."""
@@ -117,7 +113,7 @@ def triage_visits(root: Path) -> Iterator[TriageVisit]:
     """NHAMCS visits, without the hospitals whose share of level 0 is implausible."""
     paths = sorted((root / "nhamcs_ed_triage").glob("*.csv"))
     if not paths:
-        raise DataNotFound(f"no CSV file in {root / 'nhamcs_ed_triage'}")
+        raise FileNotFoundError(f"no CSV file in {root / 'nhamcs_ed_triage'}")
     for path in paths:
         for row in csv.DictReader(_lines(path)):
             if row["hosp_l1_outlier"] != "1":
@@ -159,6 +155,6 @@ def _number(value: str) -> int | None:
 
 def _lines(path: Path) -> Iterator[str]:
     if not path.is_file():
-        raise DataNotFound(f"data file not found: {path}")
+        raise FileNotFoundError(f"data file not found: {path}")
     with path.open(encoding="utf-8", newline="") as lines:
         yield from lines

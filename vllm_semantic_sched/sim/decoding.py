@@ -5,8 +5,8 @@ from vllm_semantic_sched.sim.blocks import BlockPool
 from vllm_semantic_sched.sim.request import Run
 
 
-class Decoding:
-    """Sequences that get one token per step.
+class Decoding(AddressableHeap[Run]):
+    """Sequences that get one token per step, by the tick in which they end.
 
     The tick counts the steps; a sequence's tokens and KV blocks follow from it. A sequence needs
     another block every `block_size` ticks, so sequences are grouped by that tick modulo
@@ -15,28 +15,18 @@ class Decoding:
     """
 
     def __init__(self, pool: BlockPool, find_longest: bool) -> None:
+        super().__init__()
         self.tick = 0
-        self.held_growth = 0  # blocks that held sequences need for their next token
+        # Held sequences, which count in nothing else: blocks that each needs for its next token.
+        self.held: dict[Run, int] = {}
+        self.held_growth = 0  # of all together
         self._pool = pool
         self._tokens = 0  # of all sequences at tick 0
-        self._held: dict[Run, int] = {}  # blocks that each of these needs for it
         self._longest: AddressableHeap[Run] | None = AddressableHeap() if find_longest else None
-        self._ends: AddressableHeap[Run] = AddressableHeap()
         # Empty if blocks are unlimited, because none are counted then.
         phases = pool.block_size if pool.limited else 0
         self._phases: list[dict[Run, None]] = [{} for _ in range(phases)]
         self._grown = -1  # the last tick for which sequences have got their blocks
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    @property
-    def held(self) -> int:
-        """Number of held sequences; they count in nothing else."""
-        return len(self._held)
-
-    def __contains__(self, run: object) -> bool:
-        return run in self._ends
 
     @property
     def context(self) -> int:
@@ -57,7 +47,7 @@ class Decoding:
         self._tokens += tokens
         if self._longest is not None:
             self._longest.push(run, -tokens)
-        self._ends.push(run, run.request.output_tokens - run.offset)
+        self.push(run, run.request.output_tokens - run.offset)
         if self._phases:
             self._phases[self._phase(run)][run] = None
 
@@ -67,10 +57,12 @@ class Decoding:
             run.job.generated = run.offset + self.tick
             run.job.computed = run.job.tokens - 1  # the newest token has no KV yet
 
-    def discard(self, run: Run) -> None:
-        """Remove a sequence; no-op if it does not decode. Its job stays as `observe` left it."""
-        if self._ends.discard(run):
+    def discard(self, run: Run) -> bool:
+        """Remove a sequence; False if it does not decode. Its job stays as `observe` left it."""
+        decodes = super().discard(run)
+        if decodes:
             self._stop(run)
+        return decodes
 
     def _stop(self, run: Run) -> None:
         assert run.offset is not None
@@ -84,17 +76,16 @@ class Decoding:
 
     def hold(self, run: Run) -> None:
         """Hold a sequence, which keeps its blocks; no-op if it does not decode."""
-        if self._ends.discard(run):
-            self.observe(run)
-            self._stop(run)
+        self.observe(run)
+        if self.discard(run):
             needed = self._pool.needed(run.job.tokens) if self._phases else run.blocks
-            self._held[run] = needed - run.blocks
-            self.held_growth += self._held[run]
+            self.held[run] = needed - run.blocks
+            self.held_growth += self.held[run]
 
     def release(self, run: Run) -> None:
         """Let a sequence advance again; no-op if it is not held."""
-        if run in self._held:
-            self.held_growth -= self._held.pop(run)
+        if run in self.held:
+            self.held_growth -= self.held.pop(run)
             self.add(run)
 
     # KV blocks
@@ -134,7 +125,7 @@ class Decoding:
     @property
     def uneventful_steps(self) -> int:
         """Number of coming steps in which no sequence ends."""
-        first = self._ends.first()
+        first = self.first()
         return 0 if first is None else first[0] - self.tick - 1
 
     def skip(self, steps: int) -> None:
@@ -145,7 +136,7 @@ class Decoding:
     def advance(self) -> list[Run]:
         """Advance by one step; removes and returns the sequences that it completes."""
         self.tick += 1
-        ended = list(self._ends.pop_until(self.tick, len(self)))
+        ended = list(self.pop_until(self.tick, len(self)))
         for run in ended:
             self.observe(run)
             self._stop(run)

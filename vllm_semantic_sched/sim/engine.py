@@ -21,10 +21,7 @@ from vllm_semantic_sched.sim.decoding import Decoding
 from vllm_semantic_sched.sim.request import Run
 from vllm_semantic_sched.sim.sections import EngineModel
 from vllm_semantic_sched.sim.spans import HELD
-
-
-class RequestTooLarge(ValueError):
-    """A request that the engine could not hold even if it were alone."""
+from vllm_semantic_sched.sim.workload import WorkloadError
 
 
 class Engine:
@@ -65,7 +62,6 @@ class Engine:
         self.step = SchedulingStep(core)
         self._keep_seats = keep_seats
         self._ended = ended
-        self._now = 0.0
         self._runs: dict[Job, Run] = {}
         self._prefilling: dict[Job, None] = {}
         self._chunks: dict[Job, int] = {}
@@ -78,17 +74,16 @@ class Engine:
 
     # Requests
 
-    def submit(self, run: Run, now: float) -> None:
-        """Queue a request. RequestTooLarge if its prompt and answer exceed the KV cache."""
+    def submit(self, run: Run) -> None:
+        """Queue a request. WorkloadError if its prompt and answer exceed the KV cache."""
         request = run.request
         needed = self.pool.needed(request.prompt_tokens + request.output_tokens)
         if needed > self.pool.total:
-            raise RequestTooLarge(
+            raise WorkloadError(
                 f"request {request.index} needs {needed} KV blocks for {request.prompt_tokens} "
                 f"prompt and {request.output_tokens} output tokens; the engine has "
                 f"{self.pool.total}"
             )
-        self._now = now
         self._runs[run.job] = run
         self.waiting[request.level] += 1
         self.core.enqueue(run.job, self.core.waiting)
@@ -100,9 +95,8 @@ class Engine:
 
     # Steps
 
-    def begin_step(self, now: float) -> float | None:
+    def begin_step(self) -> float | None:
         """Decide what the coming step does; its duration in seconds, None if all is done."""
-        self._now = now
         if not self.running and not len(self.core.waiting):
             return None
         if self._repeats():
@@ -132,9 +126,9 @@ class Engine:
                 return False
         return self._decoding.growth(1) <= self.pool.free
 
-    def end_step(self, now: float) -> list[Run]:
+    def end_step(self) -> list[Run]:
         """The step is over; the requests that are complete by it."""
-        self._now = now
+        now = self.now()
         finished = self._decoding.advance()
         for job, tokens in self._chunks.items():
             job.computed += tokens
@@ -189,7 +183,7 @@ class Engine:
     # Questions of a step, see `policy.view.EngineView`
 
     def now(self) -> float:
-        return self._now
+        return self.core.lifecycle.clock()
 
     def predictions(self) -> Iterable[tuple[Job, Prediction | None]]:
         came, self._predictions = self._predictions, []
@@ -230,7 +224,7 @@ class Engine:
 
     def decode_tokens(self) -> int:
         """Tokens of the budget that decoding requests take."""
-        held = 0 if self._hold_given else self._decoding.held  # so far nobody is, in this step
+        held = 0 if self._hold_given else len(self._decoding.held)  # so far nobody is, in this step
         return len(self._decoding) + held
 
     def is_ready(self, job: Job) -> bool:
@@ -292,7 +286,7 @@ class Engine:
             self._release(self._runs[job])
         for job in coming:
             if job not in self.held:
-                self.held[job] = self._now
+                self.held[job] = self.now()
                 self._decoding.hold(self._runs[job])
 
     # What vLLM does with a step
@@ -341,8 +335,8 @@ class Engine:
                 self._prefixes.enter(run, job.computed)
             self._host.give_back(self._host.needed(run.loading))
             core.start(job)
-            run.seated = self._now
-            run.started = self._now if run.started is None else run.started
+            run.seated = self.now()
+            run.started = run.seated if run.started is None else run.started
             self._prefilling[job] = None
             bisect.insort(self.running, job, key=core.running.order)
             budget -= self._schedule(job, budget)
@@ -382,9 +376,9 @@ class Engine:
     def _release(self, run: Run) -> None:
         """A held request goes on from where it was."""
         since = self.held.pop(run.job)
-        run.held += self._now - since
+        run.held += self.now() - since
         if self._keep_seats:
-            run.holds.append(run.span(since, self._now, HELD))
+            run.holds.append(run.span(since, self.now(), HELD))
         self._decoding.release(run)
 
     def _leave(self, run: Run, kind: str) -> None:
@@ -399,5 +393,5 @@ class Engine:
         run.blocks = 0
         if self._keep_seats:
             held = sum(hold.end - hold.start for hold in run.holds)
-            run.spans += [*run.holds, run.span(run.seated, self._now, kind, held)]
+            run.spans += [*run.holds, run.span(run.seated, self.now(), kind, held)]
             run.holds = []

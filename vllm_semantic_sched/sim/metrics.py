@@ -1,21 +1,19 @@
 """Metrics of a run per urgency level, in the words and formulas of the benchmark, and the queue
 depth over time. Of a finished request two numbers are kept, for the percentiles."""
 
-from __future__ import annotations
-
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 
 from vllm_semantic_sched.policy.facts.job import PassCause
 from vllm_semantic_sched.policy.facts.tiers import Slo
+from vllm_semantic_sched.policy.overload.slo import MEASURES
 from vllm_semantic_sched.sim.request import Run
 
-ALL = "all"
-"""The row over all levels."""
-
+ALL = "all"  # the row over all levels
 _SEAT_ORDER = {f"seat_order_{cause.value}": cause for cause in PassCause}
 
 METRICS = {
@@ -56,25 +54,23 @@ _MEANS = ("e2e", "ttft", "tpot", "queueing", "held")
 _COUNTS = ("tokens", "recomputes", "swaps", "outrun", "promised", "kept")
 _SUMMED = (*_MEANS, *_COUNTS, *_SEAT_ORDER, "normalized")
 _DEPTH_BINS = 256
-_Block = dict[str, np.ndarray]
-"""Finished requests: a column per property."""
+_Block = dict[str, np.ndarray]  # finished requests: a column per property
 
 
 class Recorder:
     """Takes in finished requests and computes their metrics."""
 
     def __init__(self, slos: Sequence[Slo]) -> None:
-        self._slos = slos
+        self._targets = [*map(targets, slos)]
         self._finished = array("d")  # rows of _COLUMNS
         self._levels = [_Row() for _ in slos]
         self._all = _Row()
         self._service = TenantService()
 
     def add(self, run: Run) -> None:
-        """Take in a finished or refused request."""
         request = run.request
         if run.refused:
-            promised = is_promised(self._slos[request.level])
+            promised = bool(self._targets[request.level])
             for row in (self._levels[request.level], self._all):
                 row.add_refused(request.arrival, promised)
             return
@@ -117,12 +113,12 @@ class Recorder:
         gaps = np.maximum(1, block["tokens"] - 1)
         block["tpot"] = (block["finish"] - block["first_token"]) / gaps
         block["promised"], block["kept"] = np.zeros((2, len(table)), dtype=bool)
-        levels = [block["level"] == level for level in range(len(self._slos))]
-        for here, slo in zip(levels, self._slos, strict=True):
-            if is_promised(slo):
+        for level, (row, promises) in enumerate(zip(self._levels, self._targets, strict=True)):
+            here = block["level"] == level
+            if promises:
+                met = [block[name] <= target for name, target in promises.items()]
                 block["promised"] |= here
-                block["kept"] |= here & _met(slo, block)
-        for here, row in zip(levels, self._levels, strict=True):
+                block["kept"] |= here & np.logical_and.reduce(met)
             if here.any():
                 members = {name: values[here] for name, values in block.items()}
                 row.add(members)
@@ -131,18 +127,9 @@ class Recorder:
         self._all.add(block)
 
 
-def is_promised(slo: Slo) -> bool:
-    """Whether an SLO has any target."""
-    return not slo.ttft is slo.tpot is slo.e2e is None
-
-
-def _met(slo: Slo, block: _Block) -> np.ndarray:
-    met = np.ones(len(block["level"]), dtype=bool)
-    for name in ("ttft", "tpot", "e2e"):
-        target = getattr(slo, name)
-        if target is not None:
-            met &= block[name] <= target
-    return met
+def targets(slo: Slo) -> dict[str, float]:
+    """The promised latencies by measure, seconds; empty if nothing is promised."""
+    return slo.model_dump(include={*MEASURES}, exclude_none=True)
 
 
 class _Row:
@@ -171,7 +158,7 @@ class _Row:
         self._last_arrival = max(self._last_arrival, float(block["arrival"].max()))
         self._last_finish = max(self._last_finish, float(block["finish"].max()))
 
-    def metrics(self, rows: Sequence[_Row]) -> dict[str, float]:
+    def metrics(self, rows: Sequence[Self]) -> dict[str, float]:
         """Metrics of this row; percentiles are those of the values of `rows`."""
         sums, finished = self._sums, self.count - self._sums["refused"]
         row = {

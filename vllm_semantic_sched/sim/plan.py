@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from vllm_semantic_sched.policy.facts.tiers import Slo
-from vllm_semantic_sched.sim.metrics import is_promised
+from vllm_semantic_sched.sim.metrics import targets
 from vllm_semantic_sched.sim.runner import Task, cells_of, run_task
 from vllm_semantic_sched.sim.scenario import Scenario
 from vllm_semantic_sched.sim.sections import Routing
@@ -36,8 +36,6 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to one question about one scheduler."""
-
     scheduler: str
     question: Question
     best: Trial | None  # None if no trial holds
@@ -45,8 +43,7 @@ class Answer:
     spans: tuple[Span, ...] = ()  # in the first repeat of `now`
 
 
-Answers = Mapping[tuple[str, Question], Answer]
-"""By scheduler and question."""
+Answers = Mapping[tuple[str, Question], Answer]  # by scheduler and question
 
 
 def answer(task: tuple[Scenario, str, Question]) -> Answer:
@@ -94,7 +91,7 @@ def holds(levels: dict[str, dict[str, float]], slos: Sequence[Slo]) -> bool:
     return all(
         levels[str(level)]["slo_met"] >= slo.percentile / 100
         for level, slo in enumerate(slos)
-        if is_promised(slo) and str(level) in levels
+        if targets(slo) and str(level) in levels
     )
 
 

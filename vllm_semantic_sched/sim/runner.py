@@ -3,7 +3,7 @@
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -21,8 +21,6 @@ _FOLLOWED = 200  # first requests whose times in seats are kept
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One run."""
-
     scenario: Scenario
     scheduler: str
     repeat: int
@@ -30,18 +28,12 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Result of one run."""
+class Cell:
+    """Results of one scheduler at one point of the sweep: of one run, or over all repeats."""
 
     levels: dict[str, dict[str, float]]  # metrics, see `metrics.Recorder`
     depth: list[tuple[float, tuple[float, ...]]]  # of the first repeat: `DepthHistory.points`
     spans: tuple[Span, ...]  # of the first requests of the first repeat
-
-
-@dataclass(frozen=True, slots=True)
-class Cell(Outcome):
-    """One scheduler at one point of the sweep, over all repeats."""
-
     point: dict[str, Any]  # fields and values
     scheduler: str
 
@@ -56,7 +48,7 @@ def tasks_of(scenarios: Sequence[Scenario]) -> list[Task]:
     ]
 
 
-def run_task(task: Task) -> Outcome:
+def run_task(task: Task) -> Cell:
     scenario, first = task.scenario, task.repeat == 0
     recorder = Recorder(scenario.slos(task.scheduler))
     depth = DepthHistory(scenario.policies[task.scheduler].levels) if first else None
@@ -74,8 +66,9 @@ def run_task(task: Task) -> Outcome:
         depth=depth,
         given=task.given,
     )
-    in_order = (span for _, each in sorted(spans.items()) for span in each)
-    return Outcome(recorder.levels(), depth.points() if depth else [], tuple(in_order))
+    in_order = tuple(span for _, each in sorted(spans.items()) for span in each)
+    points = depth.points() if depth else []
+    return Cell(recorder.levels(), points, in_order, scenario.point, task.scheduler)
 
 
 def mapped(work: Callable[[T], R], tasks: Sequence[T], workers: int) -> Iterator[R]:
@@ -90,14 +83,13 @@ def mapped(work: Callable[[T], R], tasks: Sequence[T], workers: int) -> Iterator
         yield from pool.map(work, tasks)
 
 
-def cells_of(tasks: Sequence[Task], results: Sequence[Outcome]) -> list[Cell]:
+def cells_of(tasks: Sequence[Task], runs: Sequence[Cell]) -> list[Cell]:
     """Merge the repeats of each cell."""
     cells = []
-    pairs = zip(tasks, results, strict=True)
+    pairs = zip(tasks, runs, strict=True)
     # The repeats of a cell follow each other.
     for _, group in groupby(pairs, lambda pair: (id(pair[0].scenario), pair[0].scheduler)):
-        repeats, outcomes = zip(*group, strict=True)
-        first, task = outcomes[0], repeats[0]
-        levels = mean_levels([one.levels for one in outcomes])
-        cells.append(Cell(levels, first.depth, first.spans, task.scenario.point, task.scheduler))
+        repeats = [cell for _, cell in group]
+        levels = mean_levels([one.levels for one in repeats])
+        cells.append(replace(repeats[0], levels=levels))
     return cells

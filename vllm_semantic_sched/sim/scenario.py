@@ -29,8 +29,7 @@ class Scenario:
 
     def slos(self, scheduler: str) -> list[Slo]:
         """The promises to each level under a scheduler."""
-        policy = self.policies[scheduler]
-        return list(self.settings.slos or (tier.slo for tier in policy.all_tiers))
+        return list(self.settings.slos or (tier.slo for tier in self.policies[scheduler].all_tiers))
 
 
 def load_scenarios(

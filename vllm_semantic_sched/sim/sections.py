@@ -1,8 +1,6 @@
 """The keys of a scenario file, with defaults and meanings."""
 
-from __future__ import annotations
-
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -43,7 +41,7 @@ class Lengths(Section):
     """Longer lengths are cut to this."""
 
     @model_validator(mode="after")
-    def _complete(self) -> Lengths:
+    def _complete(self) -> Self:
         missing = [name for name in _LENGTH_NEEDS[self.kind] if getattr(self, name) in (None, ())]
         if missing:
             raise ValueError(f"lengths of kind {self.kind} need {' and '.join(missing)}")
@@ -88,7 +86,7 @@ class WorkloadModel(Section):
     Otherwise all requests have the same limit."""
 
     @model_validator(mode="after")
-    def _complete(self) -> WorkloadModel:
+    def _complete(self) -> Self:
         if self.arrivals in ("jsonl", "azure") and not self.path:
             raise ValueError(f"workload.path: arrivals of kind {self.arrivals} need it")
         if self.arrivals == "azure" and self.path not in ("conv", "code"):

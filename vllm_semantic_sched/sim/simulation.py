@@ -28,17 +28,8 @@ from vllm_semantic_sched.sim.sections import Routing
 from vllm_semantic_sched.sim.workload import Workload, draw_workload
 
 Given = tuple[Workload, Predictions]
-"""Requests and their predictions."""
 
 _WORKLOAD_STREAM, _PREDICTOR_STREAM, _INSTANT_STREAM = 1, 2, 3
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Requests in order of arrival, unless `finished` got them, and the engines' steps."""
-
-    runs: list[Run]
-    steps: int
 
 
 def simulate(
@@ -51,9 +42,9 @@ def simulate(
     depth: DepthHistory | None = None,  # records the number of waiting requests
     given: Given | None = None,  # instead of the requests that the scenario describes
     watch: Callable[[SchedulingCore], None] | None = None,  # gets each core before all requests
-) -> Result:
+) -> Simulation:
     """Run one scheduler on the draw of the workload of a repeat, the same for all schedulers.
-    TraceError if a trace cannot be read, RequestTooLarge if a request does not fit into the engine.
+    WorkloadError if a trace cannot be read or a request does not fit into the engine.
     """
     settings, policy = scenario.settings, scenario.policies[scheduler]
 
@@ -66,10 +57,8 @@ def simulate(
         given = drawn, draw_predictions(model, drawn, levels, random(_PREDICTOR_STREAM))
     workload, predictions = given
     instant = draw_instant(model, workload, levels, random(_INSTANT_STREAM))
-    runs: list[Run] = []
     router = Router(settings.engine.routing, settings.engine.replicas, levels)
-    finished = finished or runs.append
-    simulation = _Simulation(
+    simulation = Simulation(
         *(scenario, workload, predictions, instant, router, finished, before_step, depth)
     )
     for _ in range(settings.engine.replicas):
@@ -80,8 +69,8 @@ def simulate(
     if len(workload):
         simulation.expect(0)
     simulation.events.run()
-    runs.sort(key=lambda run: run.request.index)
-    return Result(runs, simulation.steps)
+    simulation.runs.sort(key=lambda run: run.request.index)
+    return simulation
 
 
 class Router(Placement):
@@ -102,18 +91,20 @@ class Router(Placement):
 
 
 @dataclass
-class _Simulation:
+class Simulation:
     """Generates arrivals, routes them to engines and runs the events. For the attributes see
-    `simulate`; `steps` counts those of all engines."""
+    `simulate`; `runs` are those that nobody else gets, in order of arrival, and `steps` those of
+    all engines."""
 
     scenario: Scenario
     workload: Workload
     predictions: Predictions
     instant: Predictions | None
     router: Router
-    finished: Callable[[Run], None]
+    finished: Callable[[Run], None] | None
     before_step: Callable[[Engine], None] | None
     depth: DepthHistory | None
+    runs: list[Run] = field(default_factory=list)
     steps: int = 0
     replicas: list[_Replica] = field(default_factory=list)
     events: EventQueue = field(default_factory=EventQueue)
@@ -130,7 +121,7 @@ class _Simulation:
     def done(self, run: Run) -> None:
         """Record that a request is finished or refused."""
         self.router.leave(self.placed.pop(run.request.index))
-        self.finished(run)
+        (self.finished or self.runs.append)(run)
 
     def expect(self, index: int) -> None:
         """Schedule the arrival of a request."""
@@ -181,7 +172,7 @@ class _Simulation:
 class _Replica:
     """One of several engines at work: takes requests and steps while there is something to do."""
 
-    def __init__(self, policy: Policy, simulation: _Simulation, keep_seats: bool) -> None:
+    def __init__(self, policy: Policy, simulation: Simulation, keep_seats: bool) -> None:
         scenario, settings = simulation.scenario, simulation.scenario.settings
         events = self._events = simulation.events
         self.core = SchedulingCore(policy, scenario.assumed_profile, clock=lambda: events.now)
@@ -199,9 +190,8 @@ class _Replica:
         self._taken_in = 0  # requests since the last step
 
     def submit(self, run: Run) -> None:
-        """A request arrives at the queue."""
         self._taken_in += 1
-        self.engine.submit(run, self._events.now)
+        self.engine.submit(run)
         self._simulation.note_depth()
         if not self._busy:
             self._busy = True
@@ -235,12 +225,12 @@ class _Replica:
         self._begin_step()
 
     def _finish_step(self) -> None:
-        for run in self.engine.end_step(self._events.now):
+        for run in self.engine.end_step():
             self._simulation.done(run)
 
     def _decided(self) -> float | None:
         """Let the engine decide on a step; its seconds, None if there is nothing to do."""
-        seconds = self.engine.begin_step(self._events.now)
+        seconds = self.engine.begin_step()
         self._busy = seconds is not None
         if seconds is None:
             return None

@@ -7,7 +7,7 @@ from typing import Any
 LEVEL_COLORS = ("#c0392b", "#e08e0b", "#27915b", "#2f7ebc", "#7d6aa8", "#8c8c8c")
 RUNNING, WAITING, SWAPPED = "running", "waiting", "swapped"
 HELD = "held"  # the kind of a span in which a request had a seat and got no token
-_ON_HOST = ("swap", "partial")  # ways of preemption that leave KV on the host
+ON_HOST = ("swap", "partial")  # ways of preemption that leave KV on the host
 _MICROSECONDS = 1e6
 
 
@@ -43,7 +43,7 @@ def phases(spans: Iterable[Span]) -> Iterator[tuple[str, float, float, Span]]:
         since, wait = waits.get(key, (span.arrival, WAITING))
         if span.start > since:
             yield wait, since, span.start, span
-        waits[key] = (span.end, SWAPPED if span.end_kind in _ON_HOST else WAITING)
+        waits[key] = (span.end, SWAPPED if span.end_kind in ON_HOST else WAITING)
         yield RUNNING, span.start, span.end, span
 
 
@@ -80,5 +80,4 @@ def chrome_trace(
 
 
 def level_color(level: int) -> str:
-    """The color of an urgency level in every chart."""
     return LEVEL_COLORS[level % len(LEVEL_COLORS)]

@@ -18,8 +18,9 @@ from vllm_semantic_sched.sim.sections import Lengths, WorkloadModel
 _EPOCH = datetime(2023, 1, 1)
 
 
-class TraceError(ValueError):
-    """A trace is missing or malformed. The message names file and line."""
+class WorkloadError(ValueError):
+    """Requests that cannot be simulated: their trace is missing or malformed, which the message
+    names with the line, or one is too large for the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Workload:
 
 
 def draw_workload(model: WorkloadModel, levels: int, rng: np.random.Generator) -> Workload:
-    """Draw the requests of a run, or read them from a trace. TraceError if it cannot be read."""
+    """Draw the requests of a run, or read them from a trace. WorkloadError if it cannot be read."""
     if model.arrivals in ("jsonl", "azure"):
         rows = _read_trace(model, levels)
         drawn = draw_levels(model.mix, levels, len(rows), rng)
@@ -141,7 +142,7 @@ def _read_trace(model: WorkloadModel, levels: int) -> list[_TraceRow]:
     if model.arrivals == "azure":
         root = data_root()
         if root is None:
-            raise TraceError(
+            raise WorkloadError(
                 "the Azure trace needs the data folder: set SEMSCHED_DATA to the folder that "
                 "holds azure_llm_2023/"
             )
@@ -153,9 +154,9 @@ def _read_trace(model: WorkloadModel, levels: int) -> list[_TraceRow]:
     try:
         found = list(itertools.islice(rows, model.requests))
     except OSError as error:
-        raise TraceError(f"trace {path}: {error.strerror}") from error
+        raise WorkloadError(f"trace {path}: {error.strerror}") from error
     if not found:
-        raise TraceError(f"trace {path}: has no requests")
+        raise WorkloadError(f"trace {path}: has no requests")
     return sorted(found, key=lambda row: row.arrival)
 
 
@@ -175,14 +176,14 @@ def _json_rows(path: Path, levels: int) -> Iterator[_TraceRow]:
                     None if level is None else int(level),
                 )
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise TraceError(
+                raise WorkloadError(
                     f"{where}: expected an object with arrival, prompt_tokens, output_tokens: "
                     f"{error!r}"
                 ) from error
             if row.level is not None and not 0 <= row.level < levels:
-                raise TraceError(f"{where}: level {row.level}; valid: 0 to {levels - 1}")
+                raise WorkloadError(f"{where}: level {row.level}; valid: 0 to {levels - 1}")
             if min(row.prompt_tokens, row.output_tokens) < 1:
-                raise TraceError(f"{where}: lengths must be at least 1")
+                raise WorkloadError(f"{where}: lengths must be at least 1")
             yield row
 
 
@@ -199,4 +200,4 @@ def _azure_rows(path: Path) -> Iterator[_TraceRow]:
                     None,
                 )
             except (ValueError, KeyError, TypeError) as error:
-                raise TraceError(f"trace {path}, line {number}: {error!r}") from error
+                raise WorkloadError(f"trace {path}, line {number}: {error!r}") from error

@@ -96,7 +96,7 @@ def test_canary_runs_beside_the_policy_and_is_kept_if_told_so(
 ) -> None:
     def canary() -> dict:
         complete(server)  # an idle engine waits for the next request
-        return admin(server).call("GET", "/canary")["engines"][0]
+        return admin(server).call("/canary")["engines"][0]
 
     text = policy.read_text()
     kept_by_nobody = "share: 0.3, slo: {ttft: 1.0e-6}"

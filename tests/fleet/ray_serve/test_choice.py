@@ -7,7 +7,7 @@ from fake_ray import in_flight
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.fleet.ray.choice import ReplicaChoice, ReplicaLoad
+from vllm_semantic_sched.fleet.ray.choice import STATS_KEY, ReplicaChoice, load_of
 
 LEVELS = 3
 
@@ -23,6 +23,11 @@ def choice_of(*replicas: str, clock=None) -> ReplicaChoice:
     choice = ReplicaChoice(LEVELS, clock or Clock())
     choice.update(dict.fromkeys(replicas))
     return choice
+
+
+def stats(number: int, work: int, by_level: tuple[int, ...]) -> dict:
+    load = {"number": number, "work": work, "by_level": by_level, "kv_free": None}
+    return {STATS_KEY: load}
 
 
 def send(choice: ReplicaChoice, request: str, level: int) -> str:
@@ -43,7 +48,7 @@ def test_urgent_request_avoids_urgent_ones_only():
     for number in range(5):
         choice.update({"a": None, "b": None})  # an unchanged set keeps the counts
         assert send(choice, f"late {number}", 2) in "ab"
-    choice.update({busy: None, other: ReplicaLoad(1, 30, (0, 0, 30))})
+    choice.update({busy: None, other: stats(1, 30, (0, 0, 30))})
     assert choice.choose("next", 0) == other
 
 
@@ -131,10 +136,10 @@ def test_other_routers_requests_count():
     choice = choice_of("a", "b", clock=clock)
     first = send(choice, "1", 0)
     other = "b" if first == "a" else "a"
-    choice.update({first: ReplicaLoad(1, 1, (1, 0, 0)), other: ReplicaLoad(1, 3, (3, 0, 0))})
+    choice.update({first: stats(1, 1, (1, 0, 0)), other: stats(1, 3, (3, 0, 0))})
     assert [choice.choose(f"2{number}", 0) for number in range(2)] == [first, first]
     # Levels of a report that is not renewed are forgotten, its sum is not.
-    choice.update({first: ReplicaLoad(2, 9, (0, 0, 9)), other: ReplicaLoad(2, 5, (5, 0, 0))})
+    choice.update({first: stats(2, 9, (0, 0, 9)), other: stats(2, 5, (5, 0, 0))})
     assert choice.choose("3", 0) == first
     clock.now = 5.0
     assert choice.choose("4", 0) == other
@@ -142,7 +147,7 @@ def test_other_routers_requests_count():
 
 def test_report_with_other_levels_counts_as_a_whole():
     choice = choice_of("a", "b")
-    choice.update({"a": ReplicaLoad(1, 4, (0, 0, 0, 4)), "b": ReplicaLoad(1, 2, (1, 0, 1))})
+    choice.update({"a": stats(1, 4, (0, 0, 0, 4)), "b": stats(1, 2, (1, 0, 1))})
     assert choice.choose("1", 0) == "b"
 
 
@@ -185,23 +190,24 @@ def test_counts_equal_a_plain_list(events):
 
 def test_load_of_several_engines():
     status = {"running": 2, "waiting": 3, "levels": [1, 0, 4], "kv_free": 0.5}
-    load = ReplicaLoad.of_engines([status, status | {"kv_free": 1.0}], before=6)
-    assert load == ReplicaLoad(7, 10, [2, 0, 8], 0.75)
-    assert ReplicaLoad.from_stats(load.to_stats()) == load
+    load = load_of([status, status | {"kv_free": 1.0}], before=6)
+    assert load == {"number": 7, "work": 10, "by_level": [2, 0, 8], "kv_free": 0.75}
 
 
 def test_load_of_an_engine_without_levels():
     fcfs = {"running": 2, "waiting": 3, "levels": [], "kv_free": 0.5}
-    load = ReplicaLoad.of_engines([fcfs], before=0)
-    assert load == ReplicaLoad(1, 5, None, 0.5)
-    assert ReplicaLoad.from_stats(load.to_stats()) == load
+    load = load_of([fcfs], before=0)
+    assert load == {"number": 1, "work": 5, "by_level": None, "kv_free": 0.5}
 
 
 def test_load_of_an_idle_replica_does_not_change():
     idle = {"running": 0, "waiting": 0, "levels": [0, 0, 0], "kv_free": 1.0}
-    assert ReplicaLoad.of_engines([idle], before=7).number == 7
+    assert load_of([idle], before=7)["number"] == 7
 
 
-@pytest.mark.parametrize("stats", [None, {}, {"kv_events": 1}])
-def test_missing_load(stats):
-    assert ReplicaLoad.from_stats(stats) is None
+@pytest.mark.parametrize("given", [None, {}, {"kv_events": 1}])
+def test_missing_load(given):
+    choice = choice_of("a", "b")
+    first = send(choice, "1", 0)
+    choice.update({"a": given, "b": given})
+    assert choice.choose("2", 0) != first

@@ -22,8 +22,6 @@ _LARGEST_BODY = 2**18  # bytes; aiohttp answers larger ones with 413
 
 
 class Annotation(NamedTuple):
-    """What is known of a request."""
-
     level: int  # of its hint, else of the reading, else the default one
     tokens: float  # expected output
     reading: Prediction | None  # the instant reader's, provisional; None without a text

@@ -4,45 +4,31 @@ router has there."""
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 from vllm_semantic_sched.policy.placement import EngineReport, Placed, Placement
 
-_KEY = "semsched"
+STATS_KEY = "semsched"  # of a replica's load (see `load_of`) in Ray's routing statistics
 
 
-class ReplicaLoad(NamedTuple):
-    """Requests of a replica, on all its engines."""
+def load_of(statuses: Sequence[Mapping[str, Any]], before: int) -> dict[str, Any]:
+    """The load of a replica by the status of each engine (see `engine.http.commands.status`).
 
-    # Increases while there are requests: Ray passes on changes only, and an unchanged load is new.
-    number: int
-    work: int  # requests, waiting and running
-    by_level: Sequence[int] | None = None  # the same per level, most urgent first; None: unknown
-    kv_free: float | None = None  # share of the KV cache that is free, 0 to 1; None: unknown
-
-    @classmethod
-    def of_engines(cls, statuses: Sequence[Mapping[str, Any]], before: int) -> Self:
-        """The load by the status of each engine (see `engine.http.commands.status`); `before`: the
-        `number` of the report before."""
-        work = sum(status["running"] + status["waiting"] for status in statuses)
-        levels = [status["levels"] for status in statuses]
-        by_level = None
-        if all(levels) and len(set(map(len, levels))) == 1:
-            by_level = [sum(counts) for counts in zip(*levels, strict=True)]
-            work = sum(by_level)
-        free = [status["kv_free"] for status in statuses]
-        kv_free = round(sum(free) / len(free), 2) if free else None
-        return cls(before + (work > 0), work, by_level, kv_free)
-
-    def to_stats(self) -> dict[str, Any]:
-        """An entry for Ray's routing statistics."""
-        return {_KEY: self._asdict()}
-
-    @classmethod
-    def from_stats(cls, stats: Mapping[str, Any] | None) -> Self | None:
-        """The load in Ray's routing statistics; None if it is missing."""
-        given = (stats or {}).get(_KEY)
-        return None if given is None else cls(*(given[name] for name in cls._fields))
+    `number` increases from `before`, that of the report before, while there are requests: Ray
+    passes on changes only, and an unchanged load is new. `work`: requests, waiting and running;
+    `by_level`: the same per level, most urgent first, None if unknown; `kv_free`: share of the KV
+    cache, 0 to 1, None if unknown.
+    """
+    work = sum(status["running"] + status["waiting"] for status in statuses)
+    levels = [status["levels"] for status in statuses]
+    by_level = None
+    if all(levels) and len(set(map(len, levels))) == 1:
+        by_level = [sum(counts) for counts in zip(*levels, strict=True)]
+        work = sum(by_level)
+    free = [status["kv_free"] for status in statuses]
+    kv_free = round(sum(free) / len(free), 2) if free else None
+    number = before + (work > 0)
+    return {"number": number, "work": work, "by_level": by_level, "kv_free": kv_free}
 
 
 Replica = Hashable
@@ -65,22 +51,24 @@ class ReplicaChoice:
         self._clock = clock
         self._index: dict[Replica, int] = {}
         self._placement = Placement(1, levels)
-        self._loads: dict[Replica, tuple[float, ReplicaLoad]] = {}
+        self._loads: dict[Replica, tuple[Mapping[str, Any], EngineReport]] = {}
         # By Ray's id of the request, which calls that depend on each other share.
         self._requests: dict[str, list[_Request]] = {}
 
-    def update(self, loads: Mapping[Replica, ReplicaLoad | None]) -> None:
-        """Take in the replicas that serve, with the load that each reports."""
-        if loads.keys() != self._index.keys():
-            self._set_replicas(list(loads))
-        for replica, load in loads.items():
-            known = self._loads.get(replica)
-            if load is not None and (known is None or known[1] != load):
-                self._loads[replica] = self._clock(), load
-                self._report(replica)
+    def update(self, stats: Mapping[Replica, Mapping[str, Any] | None]) -> None:
+        """Take in the replicas that serve, with the routing statistics of each."""
+        if stats.keys() != self._index.keys():
+            self._set_replicas(list(stats))
+        for replica, given in stats.items():
+            load, known = (given or {}).get(STATS_KEY), self._loads.get(replica)
+            if load is not None and (known is None or known[0] != load):
+                by_level = tuple(load["by_level"] or ())
+                levels = by_level if len(by_level) == self._levels else None
+                report = EngineReport(self._clock(), load["work"], levels, load["kv_free"])
+                self._loads[replica] = load, report
+                self._placement.report(self._index[replica], report)
 
     def forget(self, replica: Replica) -> None:
-        """A replica has died."""
         if replica in self._index:
             self._set_replicas([one for one in self._index if one != replica])
 
@@ -143,12 +131,5 @@ class ReplicaChoice:
                 if (index := self._index.get(entry.replica)) is not None:
                     entry.placed = self._placement.count(index, entry.placed.level)
                     self._requests.setdefault(request, []).append(entry)
-        for replica in self._loads:
-            self._report(replica)
-
-    def _report(self, replica: Replica) -> None:
-        seen, load = self._loads[replica]
-        by_level = tuple(load.by_level or ())
-        known = by_level if len(by_level) == self._levels else None
-        report = EngineReport(seen, load.work, known, load.kv_free)
-        self._placement.report(self._index[replica], report)
+        for replica, (_, report) in self._loads.items():
+            self._placement.report(self._index[replica], report)

@@ -1,22 +1,20 @@
 """Ray Serve's choice of a replica: the one with the least work at least as urgent."""
 
-import contextlib
 import logging
-from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from vllm_semantic_sched.engine.http.incoming import Incoming
 from vllm_semantic_sched.engine.http.preparation import GlanceRules
 from vllm_semantic_sched.engine.startup.settings import PolicyFile, parse_settings
-from vllm_semantic_sched.fleet.ray.choice import ReplicaChoice, ReplicaLoad
+from vllm_semantic_sched.fleet.ray.choice import ReplicaChoice
 from vllm_semantic_sched.policy.config import Policy, load_policy
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.live import check_live_change
 
 logger = logging.getLogger("ray.serve")
 
-_PRIORITY_HEADER = "x-vllm-priority"
-_FIELDS = ("vllm_xargs", "prompt", "input", "messages")
+_FIELDS = ("vllm_xargs", "priority", "prompt", "input", "messages")
 
 
 class UrgencyRouter(RequestRouter):
@@ -60,8 +58,7 @@ class UrgencyRouter(RequestRouter):
         """Called by Ray when a replica comes, goes or reports another load."""
         super().update_replicas(replicas)
         try:
-            loads = {one.replica_id: ReplicaLoad.from_stats(one.routing_stats) for one in replicas}
-            self._choice.update(loads)
+            self._choice.update({one.replica_id: one.routing_stats for one in replicas})
             if self._file is not None and self._file.has_changed():
                 self._reload(self._file)
         except Exception:
@@ -93,10 +90,12 @@ class UrgencyRouter(RequestRouter):
         policy = self._rules.policy
         if not policy.uses_urgency or not pending.args:
             return policy.default_level
-        body = pending.args[0]
+        body, *more = pending.args
         request = {name: getattr(body, name, None) for name in _FIELDS}
-        request["priority"] = _priority(body, pending.args[1:])
-        return self._rules.glance_at(request).level
+        given = getattr(more[0], "headers", None) if more else None
+        headers = [(name.lower().encode(), text.encode()) for name, text in (given or {}).items()]
+        priority = Incoming.of({"headers": headers}).priority
+        return self._rules.glance_at(request, priority).level
 
     def _reload(self, file: PolicyFile) -> None:
         try:
@@ -112,12 +111,3 @@ class UrgencyRouter(RequestRouter):
         if doing not in self._failed:  # a traceback for every request would fill the log
             self._failed.add(doing)
             logger.exception("Semantic scheduling: error while %s", doing)
-
-
-def _priority(body: Any, more: list[Any]) -> Any:
-    """The priority as vLLM reads it: the header, if it is a number, overrides the field."""
-    headers = getattr(more[0], "headers", None) if more else None
-    given = {name.lower(): value for name, value in (headers or {}).items()}
-    with contextlib.suppress(ValueError, KeyError):
-        return int(given[_PRIORITY_HEADER])
-    return getattr(body, "priority", None)

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import logging
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from ray import serve
 from ray.llm._internal.serve.core.configs.openai_api_models import ErrorInfo, ErrorResponse
 from ray.serve.llm import LLMServer
 
+from vllm_semantic_sched.engine.guard import logged
 from vllm_semantic_sched.engine.http.admin import ask_engines, reload_engines
 from vllm_semantic_sched.engine.http.incoming import TENANT_HEADER, tenant_arguments
 from vllm_semantic_sched.engine.http.middleware import (
@@ -23,10 +23,8 @@ from vllm_semantic_sched.engine.http.middleware import (
 )
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.startup.settings import PolicyFile, parse_settings
-from vllm_semantic_sched.fleet.ray.choice import ReplicaLoad
+from vllm_semantic_sched.fleet.ray.choice import STATS_KEY, load_of
 from vllm_semantic_sched.policy.overload.refusal import Refusal
-
-logger = logging.getLogger("ray.serve")
 
 _RELOAD_SECONDS = 2.0  # between looks at the policy file
 _STREAMED_ERROR = STREAMED_ERROR.decode()
@@ -57,10 +55,8 @@ class UrgencyServer(LLMServer):
         """Called by Ray at intervals: the load, for `UrgencyRouter`."""
         stats: dict[str, Any] = dict(await super().record_routing_stats())
         with contextlib.suppress(Exception):  # the engine is starting, stuck or dead
-            statuses = await ask_engines(self._client, "status")
-            load = ReplicaLoad.of_engines(statuses, self._number)
-            self._number = load.number
-            stats |= load.to_stats()
+            stats[STATS_KEY] = load_of(await ask_engines(self._client, "status"), self._number)
+            self._number = stats[STATS_KEY]["number"]
         return stats
 
     async def semsched_status(self) -> dict[str, Any]:
@@ -84,11 +80,9 @@ class UrgencyServer(LLMServer):
         file = PolicyFile(parse_settings(config).policy)
         while True:
             await asyncio.sleep(_RELOAD_SECONDS)
-            try:
+            with logged("the policy was not reloaded"):
                 if await asyncio.to_thread(file.has_changed):
                     await self.reload_policy()  # the engines log the result
-            except Exception:
-                logger.exception("Semantic scheduling: the policy was not reloaded")
 
 
 def _error(refusal: Refusal) -> ErrorResponse:

@@ -229,7 +229,7 @@ def write_context(rng: np.random.Generator) -> str:
 
 def question_source(root: Path | None) -> tuple[QuestionSource, str]:
     """Return the best available source of questions, the data folder `root` or the built-in ones,
-    and a sentence that describes it. DataNotFound if the folder lacks a required file."""
+    and a sentence that describes it. FileNotFoundError if the folder lacks a required file."""
     if root is None:
         return _draw_builtin, "built-in questions, a range of lengths each (no data folder found)"
 

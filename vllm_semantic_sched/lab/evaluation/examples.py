@@ -12,7 +12,6 @@ from typing import Any
 from vllm_semantic_sched.lab.evaluation.domain import Domain, load_domain
 from vllm_semantic_sched.predict import URGENCY_LEVELS
 from vllm_semantic_sched.sim.datasets import (
-    DataNotFound,
     alpaca_eval_answers,
     instruction_pairs,
     ktas_visits,
@@ -91,10 +90,12 @@ def write_examples(examples: Sequence[Example], path: Path) -> None:
 
 
 def builtin_set(name: str, root: Path | None) -> LabeledSet:
-    """A test set out of the data folder, one of `BUILTIN_SETS`; DataNotFound if there is no data
-    folder, or a file is missing in it."""
+    """A test set out of the data folder, one of `BUILTIN_SETS`; FileNotFoundError if there is
+    no data folder, or a file is missing in it."""
     if root is None:
-        raise DataNotFound(f"{name} needs the data folder: pass --data-root or set SEMSCHED_DATA")
+        raise FileNotFoundError(
+            f"{name} needs the data folder: pass --data-root or set SEMSCHED_DATA"
+        )
     if name == "alpaca-eval":
         answered = list(alpaca_eval_answers(root))
         texts = [Example(text) for text, _ in answered]

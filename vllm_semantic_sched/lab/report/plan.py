@@ -18,7 +18,7 @@ from vllm_semantic_sched.lab.report.content import (
 from vllm_semantic_sched.lab.report.gantt import gantt_chart
 from vllm_semantic_sched.lab.report.runs import write_table
 from vllm_semantic_sched.policy.facts.tiers import Slo
-from vllm_semantic_sched.sim.metrics import ALL, is_promised
+from vllm_semantic_sched.sim.metrics import ALL, targets
 from vllm_semantic_sched.sim.plan import ENGINE_QUESTIONS, MOST_ENGINES, Answers, Question, Trial
 from vllm_semantic_sched.sim.scenario import Scenario
 
@@ -56,11 +56,8 @@ def rows(scenario: Scenario, answers: Answers) -> list[list[str]]:
 
 
 def _promise_text(slo: Slo) -> str:
-    if not is_promised(slo):
-        return "no promise"
-    targets = {name: getattr(slo, name) for name in ("ttft", "tpot", "e2e")}
-    texts = [f"{name} {value:g} s" for name, value in targets.items() if value is not None]
-    return f"{slo.percentile:g} %: {', '.join(texts)}"
+    texts = [f"{name} {value:g} s" for name, value in targets(slo).items()]
+    return f"{slo.percentile:g} %: {', '.join(texts)}" if texts else "no promise"
 
 
 def rate(trial: Trial) -> float:

@@ -82,7 +82,7 @@ class Sources:
 
     @classmethod
     def read(cls, root: Path, split: Split) -> Self:
-        """Read all sources below `root`; raises DataNotFound if one is missing."""
+        """Read all sources below `root`; raises FileNotFoundError if one is missing."""
         prompts = tuple(one for one in instruction_pairs(root, _PROMPT_FILES) if one.split == split)
         written = {language: written_messages(split, language) for language in written_rows()}
         elsewhere = (rows for language, rows in written.items() if language != "en")

@@ -42,7 +42,7 @@ def train_all(
     layers: int,
 ) -> int:
     """Train both heads on the data folder `root` and the package's wordings. Returns the number of
-    texts that the thresholds were fitted to; DataNotFound if a file is missing below `root`.
+    texts that the thresholds were fitted to; FileNotFoundError if a file is missing below `root`.
 
     Args:
         scale: share of the texts per round, and of those for validation if it is below 1.
@@ -89,7 +89,7 @@ def train_instant(
     base: str, output: Path, root: Path, scale: float, *, seed: int, threads: int
 ) -> None:
     """Train the instant reader of a stored network (see `base_folder`) on the texts of the first
-    round of `train_all`, and write its table to `output`. DataNotFound if a data file is
+    round of `train_all`, and write its table to `output`. FileNotFoundError if a data file is
     missing."""
     torch.set_num_threads(threads)
     folder = base_folder(base)
