@@ -343,9 +343,10 @@ def test_possible_emergency_is_read_before_calm_prompts_of_the_same_level() -> N
     perhaps = Prediction((0.15, 0.05, 0.1, 0.2, 0.5))
     calm = Prediction((0.0, 0.0, 0.3, 0.6, 0.1))
     assert reading_level(core.policy, hint, perhaps) == reading_level(core.policy, hint, calm) == 3
-    prompts = {"sure": SURE, "perhaps": perhaps, "calm": calm, "calmest": CALM}
+    part = Prediction(CALM.urgency, part=SURE.urgency)
+    prompts = {"sure": SURE, "part": part, "perhaps": perhaps, "calm": calm, "calmest": CALM}
     order = {name: reading_order(core.policy, hint, one) for name, one in prompts.items()}
-    assert sorted(order, key=order.__getitem__) == ["sure", "perhaps", "calm", "calmest"]
+    assert sorted(order, key=order.__getitem__) == [*prompts]
 
 
 @pytest.mark.parametrize("unread", [None, Prediction(SURE.urgency, unreadable="encoded")])

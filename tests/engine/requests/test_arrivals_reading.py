@@ -14,6 +14,7 @@ pytestmark = pytest.mark.engine
 
 READINGS = [
     Prediction((0.75, 0.25), (0.1, 0.2, 0.7)),
+    Prediction((0.25, 0.75), (0.1, 0.2, 0.7), part=(0.875, 0.125)),
     Prediction((0.2, 0.8), None, unreadable="empty"),
 ]
 

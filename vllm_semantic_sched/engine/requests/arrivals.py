@@ -169,7 +169,8 @@ def pass_reading(params: Any, reading: Prediction) -> None:
     for the engine to count."""
     extra_args = params.extra_args or {}
     if READING not in extra_args:
-        entry = json.dumps((reading.urgency, reading.length, reading.unreadable)).encode()
+        values = reading.urgency, reading.length, reading.unreadable, reading.part
+        entry = json.dumps(values).encode()
         params.extra_args = {**extra_args, READING: entry}
 
 
@@ -180,9 +181,9 @@ def read_passed(extra_args: Any) -> tuple[Prediction | None, str | None]:
         return None, None
     if not isinstance(entry, bytes):
         return None, f"{READING} in vllm_xargs: only the server itself may set it"
-    urgency, length, unreadable = json.loads(entry)
-    length = None if length is None else tuple(length)
-    return Prediction(tuple(urgency), length, unreadable), None
+    urgency, length, unreadable, part = json.loads(entry)
+    length, part = length and tuple(length), part and tuple(part)
+    return Prediction(tuple(urgency), length, unreadable, part), None
 
 
 def stated_length(sampling_params: Any) -> StatedLength:

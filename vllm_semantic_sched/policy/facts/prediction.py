@@ -11,6 +11,8 @@ class Prediction:
     urgency: tuple[float, ...]  # probability of each level, the most urgent first
     length: tuple[float, ...] | None = None  # of each of the `LengthBuckets`; None: not predicted
     unreadable: str | None = None  # why the text could not be judged; then the others mean nothing
+    # Probability of each level of the most urgent part of a long text, from the instant reader.
+    part: tuple[float, ...] | None = None
     again: bool = False  # from a second look at a part of the text, which may only raise the level
 
 
