@@ -134,9 +134,13 @@ class LoadClient:
         return self.send([replace(request, arrival=0.0) for request in requests], label)
 
     def send_one_by_one(self, requests: Sequence[BenchRequest], label: str = "") -> list[Record]:
-        """Send each request when the one before is answered; it arrives when it is sent."""
+        """Send each request when the one before is answered; its times count from its sending."""
+        records = []
         with self.progress.bar(label, len(requests)) as advance:
-            return asyncio.run(self._send_one_by_one(requests, advance))
+            for request in requests:
+                records += self.send_together([request])
+                advance()
+        return records
 
     def request_body(self, request: BenchRequest) -> dict[str, Any]:
         """Return the body of a request. Unless answers end by themselves, they end at exactly
@@ -165,7 +169,7 @@ class LoadClient:
     async def _send_open_loop(
         self, requests: Sequence[BenchRequest], advance: Advance, stop_after: float | None
     ) -> list[Record]:
-        records = [self._new_record(request, request.arrival) for request in requests]
+        records = list(map(self._new_record, requests))
         start = time.perf_counter()
 
         async def send_at(record: Record, request: BenchRequest) -> None:
@@ -182,18 +186,6 @@ class LoadClient:
         for record in records:
             if record.finish is None and record.error is None:
                 record.error = "unanswered when the run ended"
-        return records
-
-    async def _send_one_by_one(
-        self, requests: Sequence[BenchRequest], advance: Advance
-    ) -> list[Record]:
-        records = []
-        start = time.perf_counter()
-        for request in requests:
-            record = self._new_record(request, time.perf_counter() - start)
-            await self._send(record, request, start)
-            records.append(record)
-            advance()
         return records
 
     async def _send(self, record: Record, request: BenchRequest, start: float) -> None:
@@ -240,10 +232,10 @@ class LoadClient:
         if queue_ms is not None:
             record.engine_queue_seconds = queue_ms / 1000
 
-    def _new_record(self, request: BenchRequest, arrival: float) -> Record:
+    def _new_record(self, request: BenchRequest) -> Record:
         wanted = 0 if self.natural else request.output_tokens
-        known = (request.index, request.level, request.text_hash, wanted, arrival)
-        return Record(*known, tenant=request.tenant)
+        known = (request.index, request.level, request.text_hash, wanted)
+        return Record(*known, request.arrival, request.tenant)
 
     def _margins(self, logprobs: Mapping[str, Any]) -> Iterator[float]:
         """The difference of the two best log-probabilities at each position, less the end token."""
