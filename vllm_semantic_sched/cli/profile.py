@@ -140,13 +140,13 @@ def _print_roofline(roofline: Roofline, profile: formula.EngineProfile) -> None:
 def _measure(args: argparse.Namespace, engine: LiveEngine) -> int:
     from tqdm import tqdm
 
-    from vllm_semantic_sched.lab.profiling.measure import make_grid, make_profile, measure
+    from vllm_semantic_sched.lab.profiling.measure import make_grid, measure_profile
 
     grid = make_grid(engine, args.max_tokens, args.max_batch)
     points = args.repeats * (len(grid.prefills) + len(grid.decodes))
     with tqdm(total=points, unit="point", disable=args.quiet) as bar:
-        found = measure(engine, grid, args.repeats, args.statistic, args.seed, bar.update)
-    profile = make_profile(engine, grid, found, args.engine, args.repeats, args.statistic)
+        how = (args.engine, args.repeats, args.statistic, args.seed)
+        profile = measure_profile(engine, grid, *how, bar.update)
     formula.write_profile(profile, args.output)
     for kind, residual in profile.residuals.items():
         print(

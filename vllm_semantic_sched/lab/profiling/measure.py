@@ -59,25 +59,65 @@ def geometric_steps(first: int, last: int, factor: int) -> list[int]:
     return values if values[-1] >= last else [*values, last]
 
 
-class Measurements(NamedTuple):
-    """Times of all steps, of those that decode a full batch, and of saves and loads of the grid's
-    transfers."""
+def measure_profile(
+    engine: LiveEngine,
+    grid: Grid,
+    options: Sequence[str],
+    repeats: int,
+    statistic: str,
+    seed: int,
+    advanced: Callable[[], object],
+) -> EngineProfile:
+    """Measure a grid on an engine with these options. Calls `advanced` after each measurement of a
+    point of prefills and decodes."""
+    found, decoding = _measure_steps(engine, grid, repeats, statistic, seed, advanced)
+    terms, residual = fit_steps(found)
+    alone = [step for step in decoding if step.batch.decodes == 1]
+    decode = fit_line([step.batch.context for step in alone], [step.seconds for step in alone])
+    copies = engine.copy(grid.transfers, max(3, 2 * repeats), seed)
+    save, load = (
+        fit_line(grid.transfers, [reduce_seconds(seconds, statistic) for seconds in times])
+        for times in (copies.save, copies.load)
+    )
+    contexts = [tokens for _, tokens in grid.decodes]
+    residuals = {"step": residual, "decode": decode.residual}
+    return EngineProfile(
+        hardware=engine.hardware,
+        model=engine.model,
+        source=f"semsched profile, {statistic} of {repeats}",
+        **terms,
+        beta_load=load.slope,
+        beta_save=save.slope,
+        gamma1=decode.slope,
+        gamma2=decode.start,
+        load_start=load.start,
+        save_start=save.start,
+        ranges=Ranges(
+            prefill_tokens=(grid.prefills[0], grid.prefills[-1]),
+            decode_context=(min(contexts), max(contexts) + DECODE_STEPS),
+            decode_batch=(1, max(count for count, _ in grid.decodes)),
+            transfer_tokens=(grid.transfers[0], grid.transfers[-1]),
+        ),
+        residuals=residuals | {"load": load.residual, "save": save.residual},
+        environment=Environment(
+            **engine.describe(),
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            # Where the model lies on the measured machine is private.
+            options=shlex.join(option.rstrip("/").rsplit("/", 1)[-1] for option in options),
+            statistic=f"{statistic} of {repeats}",
+        ),
+    )
 
-    steps: list[Step]
-    decode_steps: list[Step]
-    saves: list[float]
-    loads: list[float]
 
-
-def measure(
+def _measure_steps(
     engine: LiveEngine,
     grid: Grid,
     repeats: int,
     statistic: str,
     seed: int,
     advanced: Callable[[], object],
-) -> Measurements:
-    """Measure a grid. Calls `advanced` after each measurement of a point."""
+) -> tuple[list[Step], list[Step]]:
+    """All steps of the grid's prefills and decodes, and those that decode a full batch."""
     points = [([length], 1) for length in grid.prefills]
     points += [([length] * count, DECODE_STEPS + 1) for count, length in grid.decodes]
     # The engine does some work slower the first time.
@@ -93,12 +133,7 @@ def measure(
         mixed += [step for step in steps if step.batch.prefills and len(lengths) > 1]
         decode = merge_decodes([*chain.from_iterable(point)], statistic)
         decodes += [decode] if decode else []
-    copies = engine.copy(grid.transfers, max(3, 2 * repeats), seed)
-    saves, loads = (
-        [reduce_seconds(seconds, statistic) for seconds in times]
-        for times in (copies.save, copies.load)
-    )
-    return Measurements([*prefills, *decodes, *mixed], decodes, saves, loads)
+    return [*prefills, *decodes, *mixed], decodes
 
 
 def run_repeats(
@@ -117,52 +152,3 @@ def run_repeats(
             runs[place].append(engine.run(*points[place]))
             advanced()
     return runs
-
-
-def make_profile(
-    engine: LiveEngine,
-    grid: Grid,
-    found: Measurements,
-    options: Sequence[str],
-    repeats: int,
-    statistic: str,
-) -> EngineProfile:
-    steps = fit_steps(found.steps)
-    alone = [step for step in found.decode_steps if step.batch.decodes == 1]
-    decode = fit_line([step.batch.context for step in alone], [step.seconds for step in alone])
-    save = fit_line(grid.transfers, found.saves)
-    load = fit_line(grid.transfers, found.loads)
-    contexts = [tokens for _, tokens in grid.decodes]
-    return EngineProfile(
-        hardware=engine.hardware,
-        model=engine.model,
-        source=f"semsched profile, {statistic} of {repeats}",
-        alpha1=steps.alpha1,
-        alpha2=steps.alpha2,
-        beta_load=load.slope,
-        beta_save=save.slope,
-        gamma1=decode.slope,
-        gamma2=decode.start,
-        load_start=load.start,
-        save_start=save.start,
-        batch=steps.batch,
-        ranges=Ranges(
-            prefill_tokens=(grid.prefills[0], grid.prefills[-1]),
-            decode_context=(min(contexts), max(contexts) + DECODE_STEPS),
-            decode_batch=(1, max(count for count, _ in grid.decodes)),
-            transfer_tokens=(grid.transfers[0], grid.transfers[-1]),
-        ),
-        residuals={
-            "step": steps.residual,
-            "decode": decode.residual,
-            "load": load.residual,
-            "save": save.residual,
-        },
-        environment=Environment(
-            **engine.describe(),
-            date=datetime.now(UTC).isoformat(timespec="seconds"),
-            # Where the model lies on the measured machine is private.
-            options=shlex.join(option.rstrip("/").rsplit("/", 1)[-1] for option in options),
-            statistic=f"{statistic} of {repeats}",
-        ),
-    )
