@@ -43,7 +43,7 @@ from vllm_semantic_sched.sim.datasets import DataNotFound, data_root
 if TYPE_CHECKING:
     from vllm_semantic_sched.lab.evaluation.baselines import Guesser
     from vllm_semantic_sched.lab.training.fine_tune import FineTuned
-    from vllm_semantic_sched.lab.training.fit import Options, Step
+    from vllm_semantic_sched.lab.training.fit import Options
 
 _BASE = "before training"
 _DATA = "data folder (default: SEMSCHED_DATA)"
@@ -226,23 +226,7 @@ def _options(args: argparse.Namespace) -> Options:
     from vllm_semantic_sched.lab.training.fit import Options
 
     same = ("output", "base", "seed", "epochs", "minutes", "threads")
-    return Options(**{name: getattr(args, name) for name in same}, on_step=_RoundBars())
-
-
-class _RoundBars:
-    """A progress bar for each round of training."""
-
-    def __call__(self, step: Step) -> None:
-        from tqdm import tqdm
-
-        if step.number == 1:
-            title = f"round {step.round}/{step.rounds}"
-            self._bar = tqdm(total=step.steps, desc=title, mininterval=5)
-        if step.number % 50 == 0:
-            self._bar.set_postfix(loss=f"{step.loss:.3f}", refresh=False)
-        self._bar.update()
-        if step.number == step.steps:
-            self._bar.close()
+    return Options(**{name: getattr(args, name) for name in same})
 
 
 def _report(

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.nn import functional
+from tqdm import tqdm
 
 from vllm_semantic_sched.lab.training.base import Model
 from vllm_semantic_sched.lab.training.e5 import QUERY_PREFIX
 from vllm_semantic_sched.lab.training.fit import (
+    LOSS_SHOWN,
     Options,
-    Step,
     autocast,
     batches_by_length,
     take_step,
@@ -64,7 +65,9 @@ def align(
     per_epoch = -(-len(rows) // _BATCH)
     student.train()
     for epoch in range(epochs):
-        for number, batch in enumerate(batches_by_length(rows, _BATCH, rng)):
+        batches = batches_by_length(rows, _BATCH, rng)
+        bar = tqdm(batches, f"round {epoch + 1}/{epochs}", mininterval=5)
+        for number, batch in enumerate(bar):
             progress = (epoch * per_epoch + number) / (epochs * per_epoch)
             rate = _RATE * min(1.0, progress / _WARMUP, (1 - progress) / (1 - _WARMUP))
             for group in optimizer.param_groups:
@@ -73,7 +76,8 @@ def align(
             with autocast():
                 loss = _distance(student, teacher, ids, mask, prefix)
             take_step(optimizer, loss, weights)
-            options.on_step(Step(epoch + 1, epochs, number + 1, per_epoch, loss.item()))
+            if (number + 1) % LOSS_SHOWN == 0:
+                bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     student.eval()
 
 
