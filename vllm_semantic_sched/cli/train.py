@@ -160,8 +160,6 @@ def _train_urgency(args: argparse.Namespace) -> None:
 @failing_in_lab()
 def _train_length(args: argparse.Namespace) -> None:
     """Train, and take the old model back if the new one orders unseen prompts worse."""
-    from tqdm import tqdm
-
     from vllm_semantic_sched.lab.evaluation.measure import model_guesser
     from vllm_semantic_sched.lab.training.base import base_folder
     from vllm_semantic_sched.lab.training.fine_tune import train_length
@@ -171,8 +169,7 @@ def _train_length(args: argparse.Namespace) -> None:
     # Loaded now: the new model may replace the base.
     base = model_guesser(TextPredictor.load(str(base_folder(args.base))))
     kept = _set_aside(args.output)
-    with tqdm(desc="texts read", disable=args.tune_encoder, mininterval=1) as bar:
-        tuned = train_length(_options(args), table, args.test, args.tune_encoder, bar.update)
+    tuned = train_length(_options(args), table, args.test, args.tune_encoder)
     report = _report(args, tuned, {_BASE: base})
     before = report["baselines"].get(_BASE, {}).get("kendall_tau") or 0.0
     after = report["kendall_tau"] or 0.0
@@ -199,22 +196,19 @@ def _set_aside(model: Path) -> Path | None:
 
 def _collected(args: argparse.Namespace) -> Path:
     """Send the prompts to the server; the table of its answers' lengths."""
-    from tqdm import tqdm
-
     from vllm_semantic_sched.lab.training.collect import collect_lengths
 
     if args.prompts is None:
         raise ValueError("--from-server needs --prompts FILE")
     table: Path = args.output / "lengths.csv"
-    options = {"max_tokens": args.max_tokens, "concurrency": args.concurrency}
-    with tqdm(desc="prompts answered", mininterval=1) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        options |= {"model": args.served_model, "progress": progress}
-        collected = collect_lengths(args.from_server, args.prompts, table, **options)
+    collected = collect_lengths(
+        args.from_server,
+        args.prompts,
+        table,
+        model=args.served_model,
+        max_tokens=args.max_tokens,
+        concurrency=args.concurrency,
+    )
     if problems := collected.problems:
         print(f"{len(problems)} prompts failed, the first with {problems[0]}", file=sys.stderr)
     if collected.cut:

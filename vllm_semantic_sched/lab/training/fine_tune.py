@@ -81,20 +81,14 @@ def train_urgency(
     )
 
 
-def train_length(
-    options: Options,
-    table: Path,
-    test: Path | None,
-    tune_encoder: bool,
-    on_texts: Callable[[int], object] = lambda count: None,
-) -> FineTuned:
+def train_length(options: Options, table: Path, test: Path | None, tune_encoder: bool) -> FineTuned:
     """Train the length head on a CSV with the columns text,output_tokens; with `tune_encoder` the
     encoder as well, with a deep head. See `train_urgency` and `fit_length_head`."""
     examples = _labeled(table, "output_tokens")
     tests = None if test is None else _labeled(test, "output_tokens")
     if not tune_encoder:
         parts = _parts(examples, tests, calibrated=False)
-        fit_length_head(options, parts.training, on_texts)
+        fit_length_head(options, parts.training)
         return _written(options.output, parts, threshold_texts=None)
 
     def prepare(network: UrgencyLengthClassifier, training: Sequence[Example]) -> None:
