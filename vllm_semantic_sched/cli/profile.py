@@ -138,15 +138,11 @@ def _print_roofline(roofline: Roofline, profile: formula.EngineProfile) -> None:
 
 
 def _measure(args: argparse.Namespace, engine: LiveEngine) -> int:
-    from tqdm import tqdm
-
     from vllm_semantic_sched.lab.profiling.measure import make_grid, measure_profile
 
     grid = make_grid(engine, args.max_tokens, args.max_batch)
-    points = args.repeats * (len(grid.prefills) + len(grid.decodes))
-    with tqdm(total=points, unit="point", disable=args.quiet) as bar:
-        how = (args.engine, args.repeats, args.statistic, args.seed)
-        profile = measure_profile(engine, grid, *how, bar.update)
+    how = (args.engine, args.repeats, args.statistic, args.seed, args.quiet)
+    profile = measure_profile(engine, grid, *how)
     formula.write_profile(profile, args.output)
     for kind, residual in profile.residuals.items():
         print(
@@ -158,8 +154,6 @@ def _measure(args: argparse.Namespace, engine: LiveEngine) -> int:
 
 
 def _check(args: argparse.Namespace, engine: LiveEngine) -> int:
-    from tqdm import tqdm
-
     from vllm_semantic_sched.lab.profiling.check import judge, make_lengths, measure_points, report
 
     profile = formula.load_profile(args.check)
@@ -170,9 +164,8 @@ def _check(args: argparse.Namespace, engine: LiveEngine) -> int:
     lengths = make_lengths(longest)
     if not lengths:
         raise Failure(f"all points are longer than {longest} tokens", 2)
-    how = (args.repeats, args.statistic, args.seed + 1)
-    with tqdm(total=args.repeats * len(lengths), unit="point", disable=args.quiet) as bar:
-        points = measure_points(engine, profile, lengths, *how, bar.update)
+    how = (args.repeats, args.statistic, args.seed + 1, args.quiet)
+    points = measure_points(engine, profile, lengths, *how)
     verdict = judge(profile, points)
     _print_points(points, verdict)
     if args.output is not None:

@@ -1,7 +1,7 @@
 """Measures what preempting a request costs, and compares it with a profile's predictions."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,14 +77,14 @@ def measure_points(
     repeats: int,
     statistic: str,
     seed: int,
-    advanced: Callable[[], object],
+    quiet: bool,
 ) -> list[Point]:
     """Measure the prefill of prompt and generated tokens in one pass, as vLLM does after a
-    preemption, and the copies of their KV. Calls `advanced` after each measurement."""
+    preemption, and the copies of their KV."""
     totals = [sum(pair) for pair in lengths]
     engine.run([lengths[0][0]], 4)
     engine.run([min(totals[-1], engine.token_budget)], 1)
-    runs = run_repeats(engine, [([total], 1) for total in totals], repeats, seed, advanced)
+    runs = run_repeats(engine, [([total], 1) for total in totals], repeats, seed, quiet)
     seconds = [[sum(step.seconds for step in steps) for steps in point] for point in runs]
     copies = engine.copy(totals, max(3, 2 * repeats), seed)
 

@@ -1,12 +1,13 @@
 """Measures prefills, decodes and copies on a live engine, and makes a profile of the times."""
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from vllm_semantic_sched.lab.profiling.fit import (
     fit_line,
@@ -66,11 +67,10 @@ def measure_profile(
     repeats: int,
     statistic: str,
     seed: int,
-    advanced: Callable[[], object],
+    quiet: bool,
 ) -> EngineProfile:
-    """Measure a grid on an engine with these options. Calls `advanced` after each measurement of a
-    point of prefills and decodes."""
-    found, decoding = _measure_steps(engine, grid, repeats, statistic, seed, advanced)
+    """Measure a grid on an engine with these options."""
+    found, decoding = _measure_steps(engine, grid, repeats, statistic, seed, quiet)
     terms, residual = fit_steps(found)
     alone = [step for step in decoding if step.batch.decodes == 1]
     decode = fit_line([step.batch.context for step in alone], [step.seconds for step in alone])
@@ -115,7 +115,7 @@ def _measure_steps(
     repeats: int,
     statistic: str,
     seed: int,
-    advanced: Callable[[], object],
+    quiet: bool,
 ) -> tuple[list[Step], list[Step]]:
     """All steps of the grid's prefills and decodes, and those that decode a full batch."""
     points = [([length], 1) for length in grid.prefills]
@@ -123,7 +123,7 @@ def _measure_steps(
     # The engine does some work slower the first time.
     engine.run([grid.prefills[0], grid.prefills[len(grid.prefills) // 2]], 4)
     engine.run([min(grid.prefills[-1], engine.token_budget)], 1)
-    runs = run_repeats(engine, points, repeats, seed, advanced)
+    runs = run_repeats(engine, points, repeats, seed, quiet)
     prefills, decodes, mixed = list[Step](), list[Step](), list[Step]()
     for (lengths, output_tokens), point in zip(points, runs, strict=True):
         steps = reduce_steps(point, statistic)
@@ -141,14 +141,15 @@ def run_repeats(
     points: Sequence[tuple[list[int], int]],
     repeats: int,
     seed: int,
-    advanced: Callable[[], object],
+    quiet: bool,
 ) -> list[list[list[Step]]]:
     """The steps of each point (prompt lengths and output tokens of each) in each repeat. A repeat
     has all points in a new order: a disturbance of the machine does not hit one point alone."""
     runs: list[list[list[Step]]] = [[] for _ in points]
     random = np.random.default_rng(seed)
-    for _ in range(repeats):
-        for place in random.permutation(len(points)).tolist():
-            runs[place].append(engine.run(*points[place]))
-            advanced()
+    with tqdm(total=repeats * len(points), unit="point", disable=quiet) as bar:
+        for _ in range(repeats):
+            for place in random.permutation(len(points)).tolist():
+                runs[place].append(engine.run(*points[place]))
+                bar.update()
     return runs
