@@ -35,14 +35,14 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_semantic_sched.cli.arguments import failing_in_lab
 from vllm_semantic_sched.cli.evaluate import measure_of, report_on
-from vllm_semantic_sched.lab.evaluation.examples import read_examples, read_labeled_set
+from vllm_semantic_sched.lab.evaluation.examples import read_labeled_set
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.sim.datasets import DataNotFound, data_root
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.lab.evaluation.baselines import Guesser
-    from vllm_semantic_sched.lab.training.fine_tune import FineTuned
+    from vllm_semantic_sched.lab.training.fine_tune import Parts
     from vllm_semantic_sched.lab.training.fit import Options
 
 _BASE = "before training"
@@ -173,7 +173,7 @@ def _train_length(args: argparse.Namespace) -> None:
     report = _report(args, tuned, {_BASE: base})
     before = report["baselines"].get(_BASE, {}).get("kendall_tau") or 0.0
     after = report["kendall_tau"] or 0.0
-    print(f"Kendall tau of {tuned.tests} unseen prompts: {before:.3f} before, {after:.3f} now")
+    print(f"Kendall tau of {len(tuned.tests)} unseen prompts: {before:.3f} before, {after:.3f} now")
     if after < before:
         for path in kept.iterdir() if kept else ():
             path.replace(args.output / path.name)
@@ -224,21 +224,20 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 def _report(
-    args: argparse.Namespace, tuned: FineTuned, beside: Mapping[str, Guesser] | None = None
+    args: argparse.Namespace, tuned: Parts, beside: Mapping[str, Guesser] | None = None
 ) -> dict[str, Any]:
     """Say where the model is; report on it, and others beside it, with the held-out texts."""
-    from vllm_semantic_sched.lab.training.fine_tune import TEST_FILE, TRAINING_FILE
+    from vllm_semantic_sched.lab.training.fine_tune import TEST_FILE
 
     print(f"saved to {args.output}")
     if tuned.known_tests is not None:
-        known = f"{tuned.known_tests} of the {tuned.tests} texts for the report"
+        known = f"{tuned.known_tests} of the {len(tuned.tests)} texts for the report"
         print(f"{known} are trained on as well")
     decision = Decision()
-    if tuned.threshold_texts is not None:
-        policy = _print_thresholds(args.output, tuned.threshold_texts)
+    if args.kind == "urgency":
+        policy = _print_thresholds(args.output, len(tuned.training))
         decision = load_policy(policy).decision
-    training = read_examples(args.output / TRAINING_FILE)
-    measure = measure_of(str(args.output), training, decision, beside=beside)
+    measure = measure_of(str(args.output), tuned.training, decision, beside=beside)
     labeled = read_labeled_set(args.output / TEST_FILE)
     return report_on(labeled, measure, args.output / "report")
 
