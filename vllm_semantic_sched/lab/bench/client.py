@@ -77,10 +77,6 @@ class Record:
         return self.error is None and self.output_tokens == wanted
 
     @property
-    def token_hash(self) -> str:
-        return hashlib.sha256(json.dumps(self.token_ids).encode()).hexdigest()[:12]
-
-    @property
     def ttft(self) -> float | None:
         """Seconds from arrival to the first token."""
         return None if self.first_token is None else self.first_token - self.arrival
@@ -234,7 +230,8 @@ class LoadClient:
 
     def _new_record(self, request: BenchRequest) -> Record:
         wanted = 0 if self.natural else request.output_tokens
-        known = (request.index, request.level, request.text_hash, wanted)
+        text_hash = hashlib.sha256(request.text.encode()).hexdigest()[:12]
+        known = (request.index, request.level, text_hash, wanted)
         return Record(*known, request.arrival, request.tenant)
 
     def _margins(self, logprobs: Mapping[str, Any]) -> Iterator[float]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_semantic_sched.lab.bench.client import LoadClient, Progress, Record
 from vllm_semantic_sched.lab.bench.metrics import Difference, differences, explain, throughput
-from vllm_semantic_sched.lab.bench.results import Comparison, Round, round_name
+from vllm_semantic_sched.lab.bench.results import Comparison, Round
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec, read_levels, with_shared_servers
 from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer, has_gpu, prefer_client
 from vllm_semantic_sched.lab.bench.usage import Usage
@@ -81,7 +81,8 @@ class Visit:
 
     @property
     def name(self) -> str:
-        return round_name(self.number, self.attempt)
+        """The number of the round and, if it was repeated, the attempt: part of file names."""
+        return f"{self.number}" if self.attempt == 1 else f"{self.number}.{self.attempt}"
 
 
 def compare(plan: RunPlan, options: Mapping[str, object], progress: Progress) -> Comparison:
@@ -171,7 +172,7 @@ class _Run:
             self.idle[mix] = alone, Usage.now(server).since(loaded)
         idle, idle_usage = self.idle[mix]
         usage, found = loaded.since(start), self._differences(records, workload, client)
-        return Round(visit.number, records, visit.attempt, idle, usage, idle_usage, found)
+        return Round(visit.number, records, visit.name, idle, usage, idle_usage, found)
 
     def _told(self, spec: SchedulerSpec, workload: Workload) -> Sequence[BenchRequest]:
         """The requests; where answers end by themselves and a scheduler is told their lengths,
