@@ -29,7 +29,6 @@ class Progress:
     shown: bool = False
 
     def message(self, text: str) -> None:
-        """Report what starts now."""
         if self.shown:
             print(text, flush=True)
 
@@ -126,7 +125,6 @@ class LoadClient:
             return asyncio.run(self._send_open_loop(requests, advance, stop_after))
 
     def send_together(self, requests: Sequence[BenchRequest], label: str = "") -> list[Record]:
-        """Send all requests at once and wait for all answers."""
         return self.send([replace(request, arrival=0.0) for request in requests], label)
 
     def send_one_by_one(self, requests: Sequence[BenchRequest], label: str = "") -> list[Record]:

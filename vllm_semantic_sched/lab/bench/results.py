@@ -107,7 +107,6 @@ class MixResult:
 
     @property
     def idle_levels(self) -> dict[str, dict[str, Summary]]:
-        """`levels` of the idle engine."""
         return _summaries(self.best.idle_values, [one.idle_values for one in self.counted])
 
     @property

@@ -91,7 +91,6 @@ class ServerConfig:
 
 
 def has_gpu() -> bool:
-    """Return whether torch finds a GPU."""
     import torch
 
     return bool(torch.cuda.is_available())
@@ -197,7 +196,6 @@ class VllmServer:
         return used
 
     def get_text(self, path: str) -> str:
-        """GET a text document, for example /metrics."""
         with urllib.request.urlopen(self.url + path, timeout=30) as reply:
             return str(reply.read().decode())
 
@@ -230,7 +228,6 @@ def process_title(command: list[str]) -> str:
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

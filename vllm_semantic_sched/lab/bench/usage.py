@@ -43,7 +43,6 @@ class Usage:
         )
 
     def since(self, before: Usage) -> Usage:
-        """Return what was added since `before`."""
         return Usage(
             _difference(self.counters, before.counters),
             _difference(self.ours, before.ours),

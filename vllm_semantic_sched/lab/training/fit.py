@@ -46,8 +46,6 @@ LOSS_SHOWN = 50
 
 @dataclass(frozen=True)
 class Options:
-    """Options of every training run."""
-
     output: Path  # folder for the trained model
     base: str  # model to start from, see `base_folder`
     seed: int  # of weights, texts and their order

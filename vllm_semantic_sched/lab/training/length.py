@@ -148,7 +148,6 @@ def _set_head(network: UrgencyLengthClassifier, head: LengthHead) -> None:
 
 
 def _renewed(table: InstantTable, head: LengthHead) -> InstantTable:
-    """`table` with another length head."""
     bias = head.offset * head.slope + head.bias
     rows = numpy.hstack((table.rows[:, : table.levels], numpy.outer(head.weights, head.slope)))
     both = numpy.concatenate((table.bias[: table.levels], bias))

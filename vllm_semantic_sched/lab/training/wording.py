@@ -117,7 +117,6 @@ class Person(NamedTuple):
 
     @property
     def he(self) -> str:
-        """The pronoun."""
         return "he" if self.male else "she"
 
     def fill(self, sentence: str) -> str:
