@@ -19,8 +19,6 @@ _TOP_LOGPROBS = 3
 _REQUEST_SECONDS = 900.0
 _ANSWER_CHARACTERS = 100  # that are kept of an answer
 
-Advance = Callable[[], object]
-
 
 @dataclass(frozen=True)
 class Progress:
@@ -33,7 +31,7 @@ class Progress:
             print(text, flush=True)
 
     @contextmanager
-    def bar(self, label: str, total: int) -> Iterator[Advance]:
+    def bar(self, label: str, total: int) -> Iterator[Callable[[], object]]:
         """Report `total` steps, none without a label; the context's value is called after each."""
         start = time.monotonic()
         off = None if self.shown and label else True  # None: unless it is a terminal
@@ -121,8 +119,7 @@ class LoadClient:
     ) -> list[Record]:
         """Send every request at its arrival time and wait for all answers, or until `stop_after`
         seconds after the start. Errors are recorded, not raised."""
-        with self.progress.bar(label, len(requests)) as advance:
-            return asyncio.run(self._send_open_loop(requests, advance, stop_after))
+        return asyncio.run(self._send_open_loop(requests, label, stop_after))
 
     def send_together(self, requests: Sequence[BenchRequest], label: str = "") -> list[Record]:
         return self.send([replace(request, arrival=0.0) for request in requests], label)
@@ -161,22 +158,23 @@ class LoadClient:
         return body
 
     async def _send_open_loop(
-        self, requests: Sequence[BenchRequest], advance: Advance, stop_after: float | None
+        self, requests: Sequence[BenchRequest], label: str, stop_after: float | None
     ) -> list[Record]:
         records = list(map(self._new_record, requests))
-        start = time.perf_counter()
+        with self.progress.bar(label, len(requests)) as advance:
+            start = time.perf_counter()
 
-        async def send_at(record: Record, request: BenchRequest) -> None:
-            await asyncio.sleep(start + request.arrival - time.perf_counter())
-            await self._send(record, request, start)
-            advance()
+            async def send_at(record: Record, request: BenchRequest) -> None:
+                await asyncio.sleep(start + request.arrival - time.perf_counter())
+                await self._send(record, request, start)
+                advance()
 
-        pairs = zip(records, requests, strict=True)
-        tasks = [asyncio.create_task(send_at(*pair)) for pair in pairs]
-        _, given_up = await asyncio.wait(tasks, timeout=stop_after)
-        for task in given_up:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            pairs = zip(records, requests, strict=True)
+            tasks = [asyncio.create_task(send_at(*pair)) for pair in pairs]
+            _, given_up = await asyncio.wait(tasks, timeout=stop_after)
+            for task in given_up:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         for record in records:
             if record.finish is None and record.error is None:
                 record.error = "unanswered when the run ended"

@@ -1,7 +1,5 @@
 """Runs the same workload through several schedulers, one server each."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +24,28 @@ OTHER_SEED = 1_000_003
 
 _WARM_UP_REQUESTS = 24
 _QUICK_ROUNDS = 3  # in place of CAPACITY_ROUNDS
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One start of a server, the schedulers that it stands in for, and the mixes of each."""
+
+    number: int
+    specs: tuple[SchedulerSpec, ...]
+    mixes: tuple[str, ...]
+    attempt: int = 1
+
+    @property
+    def leader(self) -> SchedulerSpec:
+        """The scheduler that the server is configured for. One that reads texts also takes hints;
+        one with priorities also does without them."""
+        able = (spec for spec in self.specs if spec.kind == "priority" or spec.reads_text)
+        return next(able, self.specs[0])
+
+    @property
+    def name(self) -> str:
+        """The number of the round and, if it was repeated, the attempt: part of file names."""
+        return f"{self.number}" if self.attempt == 1 else f"{self.number}.{self.attempt}"
 
 
 @dataclass(frozen=True)
@@ -61,28 +81,6 @@ class RunPlan:
         groups = with_shared_servers(self.schedulers) if self.quick else alone
         for specs in groups if number % 2 else reversed(groups):
             yield Visit(number, specs, mixes)
-
-
-@dataclass(frozen=True)
-class Visit:
-    """One start of a server, the schedulers that it stands in for, and the mixes of each."""
-
-    number: int
-    specs: tuple[SchedulerSpec, ...]
-    mixes: tuple[str, ...]
-    attempt: int = 1
-
-    @property
-    def leader(self) -> SchedulerSpec:
-        """The scheduler that the server is configured for. One that reads texts also takes hints;
-        one with priorities also does without them."""
-        able = (spec for spec in self.specs if spec.kind == "priority" or spec.reads_text)
-        return next(able, self.specs[0])
-
-    @property
-    def name(self) -> str:
-        """The number of the round and, if it was repeated, the attempt: part of file names."""
-        return f"{self.number}" if self.attempt == 1 else f"{self.number}.{self.attempt}"
 
 
 def compare(plan: RunPlan, options: Mapping[str, object], progress: Progress) -> Comparison:

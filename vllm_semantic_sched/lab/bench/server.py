@@ -1,7 +1,5 @@
 """Runs a real `vllm serve` on the loopback interface for as long as a `with` block lasts."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json
@@ -16,6 +14,7 @@ import urllib.request
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 PREDICTOR = "vllm_semantic_sched.predict.worker"
 """Name of the predictor process in `VllmServer.cpu_seconds`."""
@@ -149,7 +148,7 @@ class VllmServer:
         # Also for 0: the client may run at another priority, which the server inherits.
         set_priority(self._process.pid, self.config.nice)
 
-    def __enter__(self) -> VllmServer:
+    def __enter__(self) -> Self:
         try:
             self.launch()
             self._wait_until_healthy()
