@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 from tqdm import tqdm
 
 _ANSWER_SECONDS = 600.0
@@ -49,7 +50,8 @@ def collect_lengths(
     known = set(_text_column(table)) if table.exists() and table.stat().st_size else set()
     texts = [text for text in wanted if text not in known]
     base = url.rstrip("/").removesuffix("/v1")
-    collected = asyncio.run(_collect(base, model, max_tokens, texts, table, concurrency))
+    body = {"model": model, "max_tokens": max_tokens}
+    collected = asyncio.run(_collect(base, body, texts, table, concurrency))
     if texts and not collected.answered:
         raise ValueError(
             f"{url} answered none of {len(texts)} prompts; the first failed with "
@@ -73,24 +75,16 @@ def _text_column(path: Path) -> list[str]:
 
 
 async def _collect(
-    url: str,
-    model: str | None,
-    max_tokens: int,
-    texts: list[str],
-    table: Path,
-    concurrency: int,
+    url: str, body: dict[str, Any], texts: list[str], table: Path, concurrency: int
 ) -> Collected:
-    import aiohttp
-
     collected = Collected()
     seats = asyncio.Semaphore(concurrency)
     timeout = aiohttp.ClientTimeout(total=_ANSWER_SECONDS)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         try:
-            model = model or await _first_model(session, url)
+            body["model"] = body["model"] or await _first_model(session, url)
         except (aiohttp.ClientError, TimeoutError, LookupError) as error:
             raise ValueError(f"{url} lists no models: {error!r}") from error
-        body = {"model": model, "max_tokens": max_tokens}
         bar = tqdm(total=len(texts), desc="prompts answered", mininterval=1)
         with bar, table.open("a", encoding="utf-8", newline="") as file:
             rows = csv.writer(file)
