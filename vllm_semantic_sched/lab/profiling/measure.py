@@ -33,6 +33,16 @@ class Grid(NamedTuple):
     transfers: list[int]
 
 
+class Repeats(NamedTuple):
+    """How often each point is measured, how its repeats are reduced (`median` or `fastest`), the
+    seed of their order, and whether there is no progress bar."""
+
+    number: int
+    statistic: str
+    seed: int
+    quiet: bool
+
+
 def make_grid(engine: LiveEngine, max_tokens: int | None, max_batch: int | None) -> Grid:
     """Prompts from 16 tokens to the longest, each twice as long as the one before; batches each
     four times as large as the one before."""
@@ -61,22 +71,17 @@ def geometric_steps(first: int, last: int, factor: int) -> list[int]:
 
 
 def measure_profile(
-    engine: LiveEngine,
-    grid: Grid,
-    options: Sequence[str],
-    repeats: int,
-    statistic: str,
-    seed: int,
-    quiet: bool,
+    engine: LiveEngine, grid: Grid, options: Sequence[str], repeats: Repeats
 ) -> EngineProfile:
     """Measure a grid on an engine with these options."""
-    found, decoding = _measure_steps(engine, grid, repeats, statistic, seed, quiet)
+    found, decoding = _measure_steps(engine, grid, repeats)
+    statistic = f"{repeats.statistic} of {repeats.number}"
     terms, residual = fit_steps(found)
     alone = [step for step in decoding if step.batch.decodes == 1]
     decode = fit_line([step.batch.context for step in alone], [step.seconds for step in alone])
-    copies = engine.copy(grid.transfers, max(3, 2 * repeats), seed)
+    copies = engine.copy(grid.transfers, max(3, 2 * repeats.number), repeats.seed)
     save, load = (
-        fit_line(grid.transfers, [reduce_seconds(seconds, statistic) for seconds in times])
+        fit_line(grid.transfers, [reduce_seconds(one, repeats.statistic) for one in times])
         for times in (copies.save, copies.load)
     )
     contexts = [tokens for _, tokens in grid.decodes]
@@ -84,7 +89,7 @@ def measure_profile(
     return EngineProfile(
         hardware=engine.hardware,
         model=engine.model,
-        source=f"semsched profile, {statistic} of {repeats}",
+        source=f"semsched profile, {statistic}",
         **terms,
         beta_load=load.slope,
         beta_save=save.slope,
@@ -104,18 +109,13 @@ def measure_profile(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             # Where the model lies on the measured machine is private.
             options=shlex.join(option.rstrip("/").rsplit("/", 1)[-1] for option in options),
-            statistic=f"{statistic} of {repeats}",
+            statistic=statistic,
         ),
     )
 
 
 def _measure_steps(
-    engine: LiveEngine,
-    grid: Grid,
-    repeats: int,
-    statistic: str,
-    seed: int,
-    quiet: bool,
+    engine: LiveEngine, grid: Grid, repeats: Repeats
 ) -> tuple[list[Step], list[Step]]:
     """All steps of the grid's prefills and decodes, and those that decode a full batch."""
     points = [([length], 1) for length in grid.prefills]
@@ -123,32 +123,28 @@ def _measure_steps(
     # The engine does some work slower the first time.
     engine.run([grid.prefills[0], grid.prefills[len(grid.prefills) // 2]], 4)
     engine.run([min(grid.prefills[-1], engine.token_budget)], 1)
-    runs = run_repeats(engine, points, repeats, seed, quiet)
+    runs = run_repeats(engine, points, repeats)
     prefills, decodes, mixed = list[Step](), list[Step](), list[Step]()
     for (lengths, output_tokens), point in zip(points, runs, strict=True):
-        steps = reduce_steps(point, statistic)
+        steps = reduce_steps(point, repeats.statistic)
         if output_tokens == 1:
             prefills += steps
             continue
         mixed += [step for step in steps if step.batch.prefills and len(lengths) > 1]
-        decode = merge_decodes([*chain.from_iterable(point)], statistic)
+        decode = merge_decodes([*chain.from_iterable(point)], repeats.statistic)
         decodes += [decode] if decode else []
     return [*prefills, *decodes, *mixed], decodes
 
 
 def run_repeats(
-    engine: LiveEngine,
-    points: Sequence[tuple[list[int], int]],
-    repeats: int,
-    seed: int,
-    quiet: bool,
+    engine: LiveEngine, points: Sequence[tuple[list[int], int]], repeats: Repeats
 ) -> list[list[list[Step]]]:
     """The steps of each point (prompt lengths and output tokens of each) in each repeat. A repeat
     has all points in a new order: a disturbance of the machine does not hit one point alone."""
     runs: list[list[list[Step]]] = [[] for _ in points]
-    random = np.random.default_rng(seed)
-    with tqdm(total=repeats * len(points), unit="point", disable=quiet) as bar:
-        for _ in range(repeats):
+    random = np.random.default_rng(repeats.seed)
+    with tqdm(total=repeats.number * len(points), unit="point", disable=repeats.quiet) as bar:
+        for _ in range(repeats.number):
             for place in random.permutation(len(points)).tolist():
                 runs[place].append(engine.run(*points[place]))
                 bar.update()
