@@ -74,7 +74,8 @@ def align(
                 group["lr"] = rate
             ids, mask = tokenizer.pad([rows[at] for at in batch])
             with autocast():
-                loss = _distance(student, teacher, ids, mask, prefix)
+                aims = teacher_states(teacher, ids, mask, prefix)
+                loss = _distance(student, aims, ids, mask)
             take_step(optimizer, loss, weights)
             if (number + 1) % LOSS_SHOWN == 0:
                 bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
@@ -101,14 +102,10 @@ def teacher_states(
 
 
 def _distance(
-    student: UrgencyLengthClassifier,
-    teacher: UrgencyLengthClassifier,
-    ids: Tensor,
-    mask: Tensor,
-    prefix: Sequence[int],
+    student: UrgencyLengthClassifier, aims: Sequence[Tensor], ids: Tensor, mask: Tensor
 ) -> Tensor:
-    """Mean squared difference of the states of every second layer, and of the sentence vectors."""
-    aims = teacher_states(teacher, ids, mask, prefix)
+    """Mean squared difference of the states of every second layer, and of the sentence vectors.
+    `aims`: the teacher's states of every layer."""
     states = student.distilbert(ids, attention_mask=mask, output_hidden_states=True).hidden_states
     step = (len(aims) - 1) // (len(states) - 1)
     real = mask.bool()
