@@ -105,7 +105,7 @@ def _weights(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[
     with torch.device("meta"):
         wanted = LlamaForCausalLM(LlamaConfig(**config)).state_dict()
     for name, like in wanted.items():
-        tensor = tensors.get(names.get_name(name, (".weight",)))
+        tensor = tensors.get(names[name.removesuffix(".weight")] + ".weight")
         if tensor is None:
             continue  # the output's weights, if they are those of the embeddings
         values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(like.shape)
