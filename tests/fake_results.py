@@ -59,7 +59,7 @@ def fake_records(workload: Workload, pace: Pace, **fields: Any) -> list[Record]:
             "output_tokens": request.output_tokens,
             "engine_queue_seconds": 0.0,
         }
-        head = (request.index, request.level, request.text_hash, request.output_tokens)
+        head = (request.index, request.level, "hash", request.output_tokens)
         records.append(Record(*head, request.arrival, **(times | fields)))
     return records
 
@@ -78,7 +78,7 @@ def add_fake_round(
 ) -> None:
     """Add a round of the scheduler `name` with `pace` seconds per token."""
     (spec,) = parse_schedulers(name, "ems")
-    fields = {"idle": fake_idle(workload), "usage": fake_usage()} | usage
+    fields = {"name": f"{number}", "idle": fake_idle(workload), "usage": fake_usage()} | usage
     made.add(spec, workload, Round(number, fake_records(workload, pace), **fields))
 
 

@@ -218,7 +218,7 @@ def server():
 
 
 def test_lengths_are_learned_from_a_server(tmp_path, server, capsys, base):
-    from vllm_semantic_sched.lab.evaluation.metrics import expected_tokens
+    from vllm_semantic_sched.policy.estimates.length import expected_output_tokens
     from vllm_semantic_sched.predict.model import TextPredictor
 
     prompts = [f"explain matter {number} in depth" for number in range(50)]
@@ -234,7 +234,7 @@ def test_lengths_are_learned_from_a_server(tmp_path, server, capsys, base):
         assert len(list(csv.DictReader(file))) == 101
     predictor = TextPredictor.load(str(model))
     long, short = (
-        expected_tokens(one.length, predictor.length_buckets)
+        expected_output_tokens(one.length, predictor.length_buckets, 0, "mean")
         for one in predictor.predict(["explain matter 7 in depth", "say word 7"])
     )
     assert long > 2 * short

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-from tqdm import tqdm
 
 from vllm_semantic_sched.cli.arguments import Failure, failing, positive
 from vllm_semantic_sched.cli.console import print_table
@@ -137,13 +136,11 @@ def _print_roofline(roofline: Roofline, profile: formula.EngineProfile) -> None:
 
 
 def _measure(args: argparse.Namespace, engine: LiveEngine) -> int:
-    from vllm_semantic_sched.lab.profiling.measure import make_grid, make_profile, measure
+    from vllm_semantic_sched.lab.profiling.measure import Repeats, make_grid, measure_profile
 
     grid = make_grid(engine, args.max_tokens, args.max_batch)
-    points = args.repeats * (len(grid.prefills) + len(grid.decodes))
-    with tqdm(total=points, unit="point", disable=args.quiet) as bar:
-        found = measure(engine, grid, args.repeats, args.statistic, args.seed, bar.update)
-    profile = make_profile(engine, grid, found, args.engine, args.repeats, args.statistic)
+    repeats = Repeats(args.repeats, args.statistic, args.seed, args.quiet)
+    profile = measure_profile(engine, grid, args.engine, repeats)
     formula.write_profile(profile, args.output)
     for kind, residual in profile.residuals.items():
         print(
@@ -156,6 +153,7 @@ def _measure(args: argparse.Namespace, engine: LiveEngine) -> int:
 
 def _check(args: argparse.Namespace, engine: LiveEngine) -> int:
     from vllm_semantic_sched.lab.profiling.check import judge, make_lengths, measure_points, report
+    from vllm_semantic_sched.lab.profiling.measure import Repeats
 
     profile = formula.load_profile(args.check)
     longest = min(engine.max_model_len - 1, engine.kv_tokens, args.max_tokens or sys.maxsize)
@@ -165,9 +163,8 @@ def _check(args: argparse.Namespace, engine: LiveEngine) -> int:
     lengths = make_lengths(longest)
     if not lengths:
         raise Failure(f"all points are longer than {longest} tokens", 2)
-    how = (args.repeats, args.statistic, args.seed + 1)
-    with tqdm(total=args.repeats * len(lengths), unit="point", disable=args.quiet) as bar:
-        points = measure_points(engine, profile, lengths, *how, bar.update)
+    repeats = Repeats(args.repeats, args.statistic, args.seed + 1, args.quiet)
+    points = measure_points(engine, profile, lengths, repeats)
     verdict = judge(profile, points)
     _print_points(points, verdict)
     if args.output is not None:

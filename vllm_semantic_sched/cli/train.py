@@ -33,19 +33,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from vllm_semantic_sched.cli.arguments import failing_in_lab
 from vllm_semantic_sched.cli.evaluate import measure_of, report_on
-from vllm_semantic_sched.lab.evaluation.examples import read_examples, read_labeled_set
+from vllm_semantic_sched.lab.evaluation.examples import read_labeled_set
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.sim.datasets import data_root
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.lab.evaluation.baselines import Guesser
-    from vllm_semantic_sched.lab.training.fine_tune import FineTuned
-    from vllm_semantic_sched.lab.training.fit import Options, Step
+    from vllm_semantic_sched.lab.training.fine_tune import Parts
+    from vllm_semantic_sched.lab.training.fit import Options
 
 _BASE = "before training"
 _DATA = "data folder (default: SEMSCHED_DATA)"
@@ -166,12 +164,11 @@ def _train_length(args: argparse.Namespace) -> None:
     # Loaded now: the new model may replace the base.
     base = model_guesser(TextPredictor.load(str(base_folder(args.base))))
     kept = _set_aside(args.output)
-    with tqdm(desc="texts read", disable=args.tune_encoder, mininterval=1) as bar:
-        tuned = train_length(_options(args), table, args.test, args.tune_encoder, bar.update)
+    tuned = train_length(_options(args), table, args.test, args.tune_encoder)
     report = _report(args, tuned, {_BASE: base})
     before = report["baselines"].get(_BASE, {}).get("kendall_tau") or 0.0
     after = report["kendall_tau"] or 0.0
-    print(f"Kendall tau of {tuned.tests} unseen prompts: {before:.3f} before, {after:.3f} now")
+    print(f"Kendall tau of {len(tuned.tests)} unseen prompts: {before:.3f} before, {after:.3f} now")
     if after < before:
         for path in kept.iterdir() if kept else ():
             path.replace(args.output / path.name)
@@ -199,15 +196,14 @@ def _collected(args: argparse.Namespace) -> Path:
     if args.prompts is None:
         raise ValueError("--from-server needs --prompts FILE")
     table: Path = args.output / "lengths.csv"
-    options = {"max_tokens": args.max_tokens, "concurrency": args.concurrency}
-    with tqdm(desc="prompts answered", mininterval=1) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        options |= {"model": args.served_model, "progress": progress}
-        collected = collect_lengths(args.from_server, args.prompts, table, **options)
+    collected = collect_lengths(
+        args.from_server,
+        args.prompts,
+        table,
+        model=args.served_model,
+        max_tokens=args.max_tokens,
+        concurrency=args.concurrency,
+    )
     if problems := collected.problems:
         print(f"{len(problems)} prompts failed, the first with {problems[0]}", file=sys.stderr)
     if collected.cut:
@@ -219,37 +215,24 @@ def _options(args: argparse.Namespace) -> Options:
     from vllm_semantic_sched.lab.training.fit import Options
 
     same = ("output", "base", "seed", "epochs", "minutes", "threads")
-    return Options(**{name: getattr(args, name) for name in same}, on_step=_RoundBars())
-
-
-class _RoundBars:
-    def __call__(self, step: Step) -> None:
-        if step.number == 1:
-            title = f"round {step.round}/{step.rounds}"
-            self._bar = tqdm(total=step.steps, desc=title, mininterval=5)
-        if step.number % 50 == 0:
-            self._bar.set_postfix(loss=f"{step.loss:.3f}", refresh=False)
-        self._bar.update()
-        if step.number == step.steps:
-            self._bar.close()
+    return Options(**{name: getattr(args, name) for name in same})
 
 
 def _report(
-    args: argparse.Namespace, tuned: FineTuned, beside: Mapping[str, Guesser] | None = None
+    args: argparse.Namespace, tuned: Parts, beside: Mapping[str, Guesser] | None = None
 ) -> dict[str, Any]:
     """Say where the model is; report on it, and others beside it, with the held-out texts."""
-    from vllm_semantic_sched.lab.training.fine_tune import TEST_FILE, TRAINING_FILE
+    from vllm_semantic_sched.lab.training.fine_tune import TEST_FILE
 
     print(f"saved to {args.output}")
     if tuned.known_tests is not None:
-        known = f"{tuned.known_tests} of the {tuned.tests} texts for the report"
+        known = f"{tuned.known_tests} of the {len(tuned.tests)} texts for the report"
         print(f"{known} are trained on as well")
     decision = Decision()
-    if tuned.threshold_texts is not None:
-        policy = _print_thresholds(args.output, tuned.threshold_texts)
+    if args.kind == "urgency":
+        policy = _print_thresholds(args.output, len(tuned.training))
         decision = load_policy(policy).decision
-    training = read_examples(args.output / TRAINING_FILE)
-    measure = measure_of(str(args.output), training, decision, beside=beside)
+    measure = measure_of(str(args.output), tuned.training, decision, beside=beside)
     labeled = read_labeled_set(args.output / TEST_FILE)
     return report_on(labeled, measure, args.output / "report")
 

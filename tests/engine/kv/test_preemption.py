@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -26,6 +27,7 @@ from vllm_semantic_sched.engine.kv.ledger import HostPool
 from vllm_semantic_sched.engine.vllm_api import freeable_blocks
 from vllm_semantic_sched.lab.bench.standalone import (
     BLOCK_SIZE,
+    KV_SHAPE,
     build_scheduler,
     make_request,
     run_step,
@@ -478,8 +480,9 @@ def test_cancelling_swapped_or_loading_requests_frees_everything(build, asynchro
 @pytest.mark.parametrize("caching", [False, True])
 def test_sliding_window_layers_are_saved_whole_or_not_at_all(build, caching, max_stall) -> None:
     window = 40
+    layers = KVCacheGroupSpec(["window"], SlidingWindowSpec(**KV_SHAPE, sliding_window=window))
     scheduler = build(
-        max_stall=max_stall, host_blocks=24, prefix_caching=caching, sliding_window=window
+        max_stall=max_stall, host_blocks=24, prefix_caching=caching, more_layers=[layers]
     )
     chance = random.Random(5)
     requests = make_requests(chance, shared=40 if caching else 0)

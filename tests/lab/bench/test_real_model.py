@@ -39,7 +39,7 @@ def reference():
 @pytest.fixture(scope="module")
 def source(reference, tmp_path_factory):
     """The same as llama.cpp stores it."""
-    from gguf import GGUFWriter
+    from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
 
     path = tmp_path_factory.mktemp("gguf") / "model.gguf"
     writer = GGUFWriter(path, "llama")
@@ -61,22 +61,16 @@ def source(reference, tmp_path_factory):
     writer.add_bos_token_id(len(letters) + 1)
     writer.add_eos_token_id(len(letters) + 3)
     writer.add_chat_template("{% for m in messages %}<|a|>{{ m['content'] }}<|b|>{% endfor %}")
-    names = {ours: theirs for theirs, ours in real_model._NAMES.items()}
-    kinds = {ours: theirs for theirs, ours in real_model._LAYER_NAMES.items()}
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, LAYERS)
     for name, tensor in reference.state_dict().items():
         values = tensor.numpy().astype(np.float32)
         if name == "lm_head.weight":
             continue
-        if name.startswith("model.layers."):
-            _, _, layer, *parts, _ = name.split(".")
-            kind = kinds[".".join(parts)]
-            if kind in ("attn_q", "attn_k"):
-                heads = HEADS if kind == "attn_q" else KV_HEADS
-                halves = values.reshape(heads, 2, SIZE // 2, WIDTH)
-                values = halves.swapaxes(1, 2).reshape(values.shape)
-            stored = f"blk.{layer}.{kind}.weight"
-        else:
-            stored = names[name]
+        stored = names.get_name(name, (".weight",))
+        if "attn_q" in stored or "attn_k" in stored:
+            heads = HEADS if "attn_q" in stored else KV_HEADS
+            halves = values.reshape(heads, 2, SIZE // 2, WIDTH)
+            values = halves.swapaxes(1, 2).reshape(values.shape)
         writer.add_tensor(stored, np.ascontiguousarray(values))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -40,7 +40,7 @@ def test_targets_need_enough_load_requests_and_rounds():
     assert found["even: overload, fcfs"].met
     assert not found["even: rounds of every scheduler"].met
     made = fake_comparison(EVEN, {"fcfs": 1.0})
-    add_fake_round(made, EVEN, "fcfs", 1.0, number=1, attempt=2)
+    add_fake_round(made, EVEN, "fcfs", 1.0, number=1)
     assert targets_of(made)["even: rounds of every scheduler"].measured == 1
     add_fake_round(made, EVEN, "fcfs", 1.0, number=2)
     assert targets_of(made)["even: rounds of every scheduler"].met

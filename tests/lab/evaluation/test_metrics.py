@@ -9,7 +9,6 @@ from vllm_semantic_sched.lab.evaluation.metrics import (
     confusion_matrix,
     deciles,
     expected_calibration_error,
-    expected_tokens,
     group_figures,
     kendall_tau,
     length_figures,
@@ -18,7 +17,6 @@ from vllm_semantic_sched.lab.evaluation.metrics import (
     reliability,
 )
 from vllm_semantic_sched.policy.config.estimates import Decision
-from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 
 LEVELS = 5
 PRICES = Decision().missed_cost
@@ -212,7 +210,3 @@ def test_the_right_order_is_perfect_at_any_scale(lengths):
     figures = length_figures(lengths, [3.0 * tokens + 7 for tokens in lengths])
     assert figures["kendall_tau"] == pytest.approx(1)
     assert figures["decile_accuracy"] == 1
-
-
-def test_expected_tokens_is_the_mean():
-    assert expected_tokens((0.25, 0.75), LengthBuckets((10,), (4.0, 40.0))) == 31.0

@@ -73,17 +73,12 @@ def test_lowest_layers_stay_if_frozen() -> None:
     assert not after[1].equal(before[1])
 
 
-def test_every_step_is_reported() -> None:
-    steps, rounds = [], []
-    fit(
-        model(tiny()),
-        lambda _: EXAMPLES,
-        options(2, on_step=steps.append),
-        after_round=lambda: rounds.append(len(steps)),
-    )
-    assert [(one.round, one.number) for one in steps] == [(1, 1), (1, 2), (2, 1), (2, 2)]
-    assert all((one.rounds, one.steps) == (2, 2) and one.loss > 0 for one in steps)
-    assert rounds == [2, 4]
+def test_every_round_has_a_bar_and_is_reported(capsys) -> None:
+    rounds = []
+    fit(model(tiny()), lambda _: EXAMPLES, options(2), after_round=lambda: rounds.append(1))
+    shown = capsys.readouterr().err
+    assert len(rounds) == 2
+    assert all(f"round {number}/2: 100%" in shown for number in (1, 2)) and "2/2 [" in shown
 
 
 def test_answers_of_a_teacher_count_beside_the_labels() -> None:

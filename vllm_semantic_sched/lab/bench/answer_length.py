@@ -5,20 +5,16 @@ length travels in `vllm_xargs`, under a key that neither `policy/` nor `engine/`
 learns no more about it than about the length of a real answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from vllm_semantic_sched.lab.bench.workload import ANSWER_FIELD
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 class _Answer(NamedTuple):

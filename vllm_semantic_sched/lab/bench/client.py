@@ -19,8 +19,6 @@ _TOP_LOGPROBS = 3
 _REQUEST_SECONDS = 900.0
 _ANSWER_CHARACTERS = 100  # that are kept of an answer
 
-Advance = Callable[[], object]
-
 
 @dataclass(frozen=True)
 class Progress:
@@ -29,12 +27,11 @@ class Progress:
     shown: bool = False
 
     def message(self, text: str) -> None:
-        """Report what starts now."""
         if self.shown:
             print(text, flush=True)
 
     @contextmanager
-    def bar(self, label: str, total: int) -> Iterator[Advance]:
+    def bar(self, label: str, total: int) -> Iterator[Callable[[], object]]:
         """Report `total` steps, none without a label; the context's value is called after each."""
         start = time.monotonic()
         off = None if self.shown and label else True  # None: unless it is a terminal
@@ -75,10 +72,6 @@ class Record:
         """Answered in full: with exactly the wanted length, or where none is, with any."""
         wanted = self.wanted_tokens or max(1, self.output_tokens)
         return self.error is None and self.output_tokens == wanted
-
-    @property
-    def token_hash(self) -> str:
-        return hashlib.sha256(json.dumps(self.token_ids).encode()).hexdigest()[:12]
 
     @property
     def ttft(self) -> float | None:
@@ -126,17 +119,19 @@ class LoadClient:
     ) -> list[Record]:
         """Send every request at its arrival time and wait for all answers, or until `stop_after`
         seconds after the start. Errors are recorded, not raised."""
-        with self.progress.bar(label, len(requests)) as advance:
-            return asyncio.run(self._send_open_loop(requests, advance, stop_after))
+        return asyncio.run(self._send_open_loop(requests, label, stop_after))
 
     def send_together(self, requests: Sequence[BenchRequest], label: str = "") -> list[Record]:
-        """Send all requests at once and wait for all answers."""
         return self.send([replace(request, arrival=0.0) for request in requests], label)
 
     def send_one_by_one(self, requests: Sequence[BenchRequest], label: str = "") -> list[Record]:
-        """Send each request when the one before is answered; it arrives when it is sent."""
+        """Send each request when the one before is answered; its times count from its sending."""
+        records = []
         with self.progress.bar(label, len(requests)) as advance:
-            return asyncio.run(self._send_one_by_one(requests, advance))
+            for request in requests:
+                records += self.send_together([request])
+                advance()
+        return records
 
     def request_body(self, request: BenchRequest) -> dict[str, Any]:
         """Return the body of a request. Unless answers end by themselves, they end at exactly
@@ -163,37 +158,26 @@ class LoadClient:
         return body
 
     async def _send_open_loop(
-        self, requests: Sequence[BenchRequest], advance: Advance, stop_after: float | None
+        self, requests: Sequence[BenchRequest], label: str, stop_after: float | None
     ) -> list[Record]:
-        records = [self._new_record(request, request.arrival) for request in requests]
-        start = time.perf_counter()
+        records = list(map(self._new_record, requests))
+        with self.progress.bar(label, len(requests)) as advance:
+            start = time.perf_counter()
 
-        async def send_at(record: Record, request: BenchRequest) -> None:
-            await asyncio.sleep(start + request.arrival - time.perf_counter())
-            await self._send(record, request, start)
-            advance()
+            async def send_at(record: Record, request: BenchRequest) -> None:
+                await asyncio.sleep(start + request.arrival - time.perf_counter())
+                await self._send(record, request, start)
+                advance()
 
-        pairs = zip(records, requests, strict=True)
-        tasks = [asyncio.create_task(send_at(*pair)) for pair in pairs]
-        _, given_up = await asyncio.wait(tasks, timeout=stop_after)
-        for task in given_up:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            pairs = zip(records, requests, strict=True)
+            tasks = [asyncio.create_task(send_at(*pair)) for pair in pairs]
+            _, given_up = await asyncio.wait(tasks, timeout=stop_after)
+            for task in given_up:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         for record in records:
             if record.finish is None and record.error is None:
                 record.error = "unanswered when the run ended"
-        return records
-
-    async def _send_one_by_one(
-        self, requests: Sequence[BenchRequest], advance: Advance
-    ) -> list[Record]:
-        records = []
-        start = time.perf_counter()
-        for request in requests:
-            record = self._new_record(request, time.perf_counter() - start)
-            await self._send(record, request, start)
-            records.append(record)
-            advance()
         return records
 
     async def _send(self, record: Record, request: BenchRequest, start: float) -> None:
@@ -240,10 +224,11 @@ class LoadClient:
         if queue_ms is not None:
             record.engine_queue_seconds = queue_ms / 1000
 
-    def _new_record(self, request: BenchRequest, arrival: float) -> Record:
+    def _new_record(self, request: BenchRequest) -> Record:
         wanted = 0 if self.natural else request.output_tokens
-        known = (request.index, request.level, request.text_hash, wanted, arrival)
-        return Record(*known, tenant=request.tenant)
+        text_hash = hashlib.sha256(request.text.encode()).hexdigest()[:12]
+        known = (request.index, request.level, text_hash, wanted)
+        return Record(*known, request.arrival, request.tenant)
 
     def _margins(self, logprobs: Mapping[str, Any]) -> Iterator[float]:
         """The difference of the two best log-probabilities at each position, less the end token."""

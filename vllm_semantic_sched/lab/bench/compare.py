@@ -1,7 +1,5 @@
 """Runs the same workload through several schedulers, one server each."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +11,7 @@ import numpy as np
 
 from vllm_semantic_sched.lab.bench.client import LoadClient, Progress, Record
 from vllm_semantic_sched.lab.bench.metrics import Difference, differences, explain, throughput
-from vllm_semantic_sched.lab.bench.results import Comparison, Round, round_name
+from vllm_semantic_sched.lab.bench.results import Comparison, Round
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec, read_levels, with_shared_servers
 from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer, has_gpu, prefer_client
 from vllm_semantic_sched.lab.bench.usage import Usage
@@ -26,6 +24,28 @@ OTHER_SEED = 1_000_003
 
 _WARM_UP_REQUESTS = 24
 _QUICK_ROUNDS = 3  # in place of CAPACITY_ROUNDS
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One start of a server, the schedulers that it stands in for, and the mixes of each."""
+
+    number: int
+    specs: tuple[SchedulerSpec, ...]
+    mixes: tuple[str, ...]
+    attempt: int = 1
+
+    @property
+    def leader(self) -> SchedulerSpec:
+        """The scheduler that the server is configured for. One that reads texts also takes hints;
+        one with priorities also does without them."""
+        able = (spec for spec in self.specs if spec.kind == "priority" or spec.reads_text)
+        return next(able, self.specs[0])
+
+    @property
+    def name(self) -> str:
+        """The number of the round and, if it was repeated, the attempt: part of file names."""
+        return f"{self.number}" if self.attempt == 1 else f"{self.number}.{self.attempt}"
 
 
 @dataclass(frozen=True)
@@ -61,27 +81,6 @@ class RunPlan:
         groups = with_shared_servers(self.schedulers) if self.quick else alone
         for specs in groups if number % 2 else reversed(groups):
             yield Visit(number, specs, mixes)
-
-
-@dataclass(frozen=True)
-class Visit:
-    """One start of a server, the schedulers that it stands in for, and the mixes of each."""
-
-    number: int
-    specs: tuple[SchedulerSpec, ...]
-    mixes: tuple[str, ...]
-    attempt: int = 1
-
-    @property
-    def leader(self) -> SchedulerSpec:
-        """The scheduler that the server is configured for. One that reads texts also takes hints;
-        one with priorities also does without them."""
-        able = (spec for spec in self.specs if spec.kind == "priority" or spec.reads_text)
-        return next(able, self.specs[0])
-
-    @property
-    def name(self) -> str:
-        return round_name(self.number, self.attempt)
 
 
 def compare(plan: RunPlan, options: Mapping[str, object], progress: Progress) -> Comparison:
@@ -171,7 +170,7 @@ class _Run:
             self.idle[mix] = alone, Usage.now(server).since(loaded)
         idle, idle_usage = self.idle[mix]
         usage, found = loaded.since(start), self._differences(records, workload, client)
-        return Round(visit.number, records, visit.attempt, idle, usage, idle_usage, found)
+        return Round(visit.number, records, visit.name, idle, usage, idle_usage, found)
 
     def _told(self, spec: SchedulerSpec, workload: Workload) -> Sequence[BenchRequest]:
         """The requests; where answers end by themselves and a scheduler is told their lengths,

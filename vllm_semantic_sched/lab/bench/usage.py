@@ -1,7 +1,5 @@
 """Counters of a server and CPU time of the machine, read before and after a load."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -27,7 +25,7 @@ class Usage:
     total: float
 
     @classmethod
-    def now(cls, server: VllmServer) -> Usage:
+    def now(cls, server: VllmServer) -> "Usage":
         own = psutil.Process().cpu_times()
         machine = psutil.cpu_times()
         stolen = float(getattr(machine, "steal", 0.0))
@@ -42,8 +40,7 @@ class Usage:
             total=total,
         )
 
-    def since(self, before: Usage) -> Usage:
-        """Return what was added since `before`."""
+    def since(self, before: "Usage") -> "Usage":
         return Usage(
             _difference(self.counters, before.counters),
             _difference(self.ours, before.ours),

@@ -10,7 +10,6 @@ useless: real pairs from the data folder or built-in questions with a range of l
 from __future__ import annotations
 
 import functools
-import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -86,10 +85,6 @@ class BenchRequest:
     text: str
     output_tokens: int
     tenant: str = ""
-
-    @property
-    def text_hash(self) -> str:
-        return hashlib.sha256(self.text.encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,6 @@ from vllm_semantic_sched.policy.facts.section import PolicyError, Section, parse
 
 
 class SetBars(Section):
-    """Bars for one test set, by figure."""
-
     at_least: dict[str, float] = Field({}, description="Least values.")
     at_most: dict[str, float] = Field({}, description="Greatest values.")
 

@@ -22,8 +22,6 @@ WORD = re.compile(r"\{([^{}]*)\}")
 
 
 class Level(Section):
-    """One urgency level of a domain."""
-
     name: str = Field(min_length=1, description="A word or two for reports.")
     meaning: str = Field(min_length=1, description="What belongs here, as one would tell people.")
 

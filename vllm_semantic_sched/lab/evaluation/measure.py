@@ -12,7 +12,6 @@ from vllm_semantic_sched.lab.evaluation.examples import BUILTIN_SETS, Example, L
 from vllm_semantic_sched.lab.evaluation.metrics import (
     FIRST_CALM_LEVEL,
     LAST_URGENT_LEVEL,
-    expected_tokens,
     group_figures,
     length_figures,
     level_figures,
@@ -21,6 +20,7 @@ from vllm_semantic_sched.lab.evaluation.metrics import (
 )
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import decide_level
+from vllm_semantic_sched.policy.estimates.length import expected_output_tokens
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.predict import URGENCY_LEVELS
 from vllm_semantic_sched.predict.instant import InstantReader
@@ -78,7 +78,8 @@ def _guess(predictions: Sequence[Prediction], source: TextPredictor | InstantRea
     buckets = source.length_buckets
     if buckets is None:
         return Guess(urgency)
-    return Guess(urgency, [expected_tokens(one.length or (), buckets) for one in predictions])
+    lengths = (one.length or () for one in predictions)
+    return Guess(urgency, [expected_output_tokens(one, buckets, 0, "mean") for one in lengths])
 
 
 def evaluate_predictor(

@@ -15,7 +15,6 @@ from sklearn.metrics import cohen_kappa_score, roc_auc_score
 
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import decide_level, mistake_cost
-from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 
 LAST_URGENT_LEVEL, FIRST_CALM_LEVEL = 1, 3
 """Levels up to the first are urgent, in `auc`, `urgent_recall` and `urgent_precision`; levels from
@@ -181,11 +180,6 @@ def length_figures(truth: Sequence[int], predicted: Sequence[float]) -> dict[str
         "decile_accuracy": mean(same),
         "mean_absolute_error_tokens": mean(gaps.tolist()),
     }
-
-
-def expected_tokens(probabilities: Sequence[float], buckets: LengthBuckets) -> float:
-    """Mean length in tokens under the bucket probabilities."""
-    return sum(share * mean for share, mean in zip(probabilities, buckets.means, strict=True))
 
 
 def likeliest(row: Sequence[float]) -> int:

@@ -1,14 +1,14 @@
 """Measures what preempting a request costs, and compares it with a profile's predictions."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from vllm_semantic_sched.lab.profiling.fit import reduce_seconds
 from vllm_semantic_sched.lab.profiling.live_engine import LiveEngine
-from vllm_semantic_sched.lab.profiling.measure import run_repeats
+from vllm_semantic_sched.lab.profiling.measure import Repeats, run_repeats
 from vllm_semantic_sched.policy.config.eviction import Retention
 from vllm_semantic_sched.policy.eviction.retention import HostRoom, plan_preemption
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
@@ -71,28 +71,22 @@ def make_lengths(longest: int) -> list[tuple[int, int]]:
 
 
 def measure_points(
-    engine: LiveEngine,
-    profile: EngineProfile,
-    lengths: Sequence[tuple[int, int]],
-    repeats: int,
-    statistic: str,
-    seed: int,
-    advanced: Callable[[], object],
+    engine: LiveEngine, profile: EngineProfile, lengths: Sequence[tuple[int, int]], repeats: Repeats
 ) -> list[Point]:
     """Measure the prefill of prompt and generated tokens in one pass, as vLLM does after a
-    preemption, and the copies of their KV. Calls `advanced` after each measurement."""
+    preemption, and the copies of their KV."""
     totals = [sum(pair) for pair in lengths]
     engine.run([lengths[0][0]], 4)
     engine.run([min(totals[-1], engine.token_budget)], 1)
-    runs = run_repeats(engine, [([total], 1) for total in totals], repeats, seed, advanced)
+    runs = run_repeats(engine, [([total], 1) for total in totals], repeats)
     seconds = [[sum(step.seconds for step in steps) for steps in point] for point in runs]
-    copies = engine.copy(totals, max(3, 2 * repeats), seed)
+    copies = engine.copy(totals, max(3, 2 * repeats.number), repeats.seed)
 
     points = []
     for pair, *times in zip(lengths, seconds, copies.save, copies.load, strict=True):
         tokens = sum(pair)
         whole_blocks = -(-tokens // engine.block_size) * engine.block_size
-        recompute, save, load = (reduce_seconds(one, statistic) for one in times)
+        recompute, save, load = (reduce_seconds(one, repeats.statistic) for one in times)
         point = Point(
             *pair,
             recompute=recompute,

@@ -15,15 +15,6 @@ _TRUSTED_ERROR = 0.05
 _NEGLIGIBLE = 1e-6
 
 
-class StepFit(NamedTuple):
-    """Terms of a step: `alpha1`, `alpha2` of its prefills, `batch` of the rest."""
-
-    alpha1: float
-    alpha2: float
-    batch: BatchTerms
-    residual: Residual
-
-
 class LineFit(NamedTuple):
     """`start` seconds, and `slope` seconds per token."""
 
@@ -52,8 +43,9 @@ def fit_nonnegative(features: Any, seconds: Any) -> tuple[Any, Any]:
     return found.x / scale, rows @ found.x - 1
 
 
-def fit_steps(steps: Sequence[Step]) -> StepFit:
-    """Fit all terms of a step at once, so that no term absorbs the time of another."""
+def fit_steps(steps: Sequence[Step]) -> tuple[dict[str, Any], Residual]:
+    """The terms of an `EngineProfile` (`alpha1`, `alpha2`, `batch`), all fitted at once, so that no
+    term absorbs the time of another."""
     features = [
         (1, one.sequences, one.prefills, one.context, one.prefill_tokens, one.prefill_squares)
         for one in (step.batch for step in steps)
@@ -62,14 +54,13 @@ def fit_steps(steps: Sequence[Step]) -> StepFit:
     *terms, alpha2, alpha1 = map(_rounded, found)
     names = ("step", "per_sequence", "per_prefill", "per_context_token")
     batch = BatchTerms.model_validate(dict(zip(names, terms, strict=True)))
-    return StepFit(alpha1, alpha2, batch, _residual(errors))
+    return {"alpha1": alpha1, "alpha2": alpha2, "batch": batch}, _residual(errors)
 
 
 def fit_profile(base: EngineProfile, steps: Sequence[Step]) -> tuple[EngineProfile, float]:
     """A profile whose steps take as long as these in total, with the costs of copies of `base`; and
     how many times longer decode steps took than by the robust fit, which discounts slow steps."""
-    alpha1, alpha2, batch, _ = fit_steps(steps)
-    profile = base.model_copy(update={"alpha1": alpha1, "alpha2": alpha2, "batch": batch})
+    profile = base.model_copy(update=fit_steps(steps)[0])
     decoding = [step for step in steps if not step.batch.prefills]
     pace = 1.0
     if decoding:

@@ -1,12 +1,13 @@
 """Measures prefills, decodes and copies on a live engine, and makes a profile of the times."""
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from vllm_semantic_sched.lab.profiling.fit import (
     fit_line,
@@ -30,6 +31,16 @@ class Grid(NamedTuple):
     prefills: list[int]
     decodes: list[tuple[int, int]]
     transfers: list[int]
+
+
+class Repeats(NamedTuple):
+    """How often each point is measured, how its repeats are reduced (`median` or `fastest`), the
+    seed of their order, and whether there is no progress bar."""
+
+    number: int
+    statistic: str
+    seed: int
+    quiet: bool
 
 
 def make_grid(engine: LiveEngine, max_tokens: int | None, max_batch: int | None) -> Grid:
@@ -59,110 +70,82 @@ def geometric_steps(first: int, last: int, factor: int) -> list[int]:
     return values if values[-1] >= last else [*values, last]
 
 
-class Measurements(NamedTuple):
-    """Times of all steps, of those that decode a full batch, and of saves and loads of the grid's
-    transfers."""
-
-    steps: list[Step]
-    decode_steps: list[Step]
-    saves: list[float]
-    loads: list[float]
-
-
-def measure(
-    engine: LiveEngine,
-    grid: Grid,
-    repeats: int,
-    statistic: str,
-    seed: int,
-    advanced: Callable[[], object],
-) -> Measurements:
-    """Measure a grid. Calls `advanced` after each measurement of a point."""
-    points = [([length], 1) for length in grid.prefills]
-    points += [([length] * count, DECODE_STEPS + 1) for count, length in grid.decodes]
-    # The engine does some work slower the first time.
-    engine.run([grid.prefills[0], grid.prefills[len(grid.prefills) // 2]], 4)
-    engine.run([min(grid.prefills[-1], engine.token_budget)], 1)
-    runs = run_repeats(engine, points, repeats, seed, advanced)
-    prefills, decodes, mixed = list[Step](), list[Step](), list[Step]()
-    for (lengths, output_tokens), point in zip(points, runs, strict=True):
-        steps = reduce_steps(point, statistic)
-        if output_tokens == 1:
-            prefills += steps
-            continue
-        mixed += [step for step in steps if step.batch.prefills and len(lengths) > 1]
-        decode = merge_decodes([*chain.from_iterable(point)], statistic)
-        decodes += [decode] if decode else []
-    copies = engine.copy(grid.transfers, max(3, 2 * repeats), seed)
-    saves, loads = (
-        [reduce_seconds(seconds, statistic) for seconds in times]
+def measure_profile(
+    engine: LiveEngine, grid: Grid, options: Sequence[str], repeats: Repeats
+) -> EngineProfile:
+    """Measure a grid on an engine with these options."""
+    found, decoding = _measure_steps(engine, grid, repeats)
+    statistic = f"{repeats.statistic} of {repeats.number}"
+    terms, residual = fit_steps(found)
+    alone = [step for step in decoding if step.batch.decodes == 1]
+    decode = fit_line([step.batch.context for step in alone], [step.seconds for step in alone])
+    copies = engine.copy(grid.transfers, max(3, 2 * repeats.number), repeats.seed)
+    save, load = (
+        fit_line(grid.transfers, [reduce_seconds(one, repeats.statistic) for one in times])
         for times in (copies.save, copies.load)
     )
-    return Measurements([*prefills, *decodes, *mixed], decodes, saves, loads)
-
-
-def run_repeats(
-    engine: LiveEngine,
-    points: Sequence[tuple[list[int], int]],
-    repeats: int,
-    seed: int,
-    advanced: Callable[[], object],
-) -> list[list[list[Step]]]:
-    """The steps of each point (prompt lengths and output tokens of each) in each repeat. A repeat
-    has all points in a new order: a disturbance of the machine does not hit one point alone."""
-    runs: list[list[list[Step]]] = [[] for _ in points]
-    random = np.random.default_rng(seed)
-    for _ in range(repeats):
-        for place in random.permutation(len(points)).tolist():
-            runs[place].append(engine.run(*points[place]))
-            advanced()
-    return runs
-
-
-def make_profile(
-    engine: LiveEngine,
-    grid: Grid,
-    found: Measurements,
-    options: Sequence[str],
-    repeats: int,
-    statistic: str,
-) -> EngineProfile:
-    steps = fit_steps(found.steps)
-    alone = [step for step in found.decode_steps if step.batch.decodes == 1]
-    decode = fit_line([step.batch.context for step in alone], [step.seconds for step in alone])
-    save = fit_line(grid.transfers, found.saves)
-    load = fit_line(grid.transfers, found.loads)
     contexts = [tokens for _, tokens in grid.decodes]
+    residuals = {"step": residual, "decode": decode.residual}
     return EngineProfile(
         hardware=engine.hardware,
         model=engine.model,
-        source=f"semsched profile, {statistic} of {repeats}",
-        alpha1=steps.alpha1,
-        alpha2=steps.alpha2,
+        source=f"semsched profile, {statistic}",
+        **terms,
         beta_load=load.slope,
         beta_save=save.slope,
         gamma1=decode.slope,
         gamma2=decode.start,
         load_start=load.start,
         save_start=save.start,
-        batch=steps.batch,
         ranges=Ranges(
             prefill_tokens=(grid.prefills[0], grid.prefills[-1]),
             decode_context=(min(contexts), max(contexts) + DECODE_STEPS),
             decode_batch=(1, max(count for count, _ in grid.decodes)),
             transfer_tokens=(grid.transfers[0], grid.transfers[-1]),
         ),
-        residuals={
-            "step": steps.residual,
-            "decode": decode.residual,
-            "load": load.residual,
-            "save": save.residual,
-        },
+        residuals=residuals | {"load": load.residual, "save": save.residual},
         environment=Environment(
             **engine.describe(),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             # Where the model lies on the measured machine is private.
             options=shlex.join(option.rstrip("/").rsplit("/", 1)[-1] for option in options),
-            statistic=f"{statistic} of {repeats}",
+            statistic=statistic,
         ),
     )
+
+
+def _measure_steps(
+    engine: LiveEngine, grid: Grid, repeats: Repeats
+) -> tuple[list[Step], list[Step]]:
+    """All steps of the grid's prefills and decodes, and those that decode a full batch."""
+    points = [([length], 1) for length in grid.prefills]
+    points += [([length] * count, DECODE_STEPS + 1) for count, length in grid.decodes]
+    # The engine does some work slower the first time.
+    engine.run([grid.prefills[0], grid.prefills[len(grid.prefills) // 2]], 4)
+    engine.run([min(grid.prefills[-1], engine.token_budget)], 1)
+    runs = run_repeats(engine, points, repeats)
+    prefills, decodes, mixed = list[Step](), list[Step](), list[Step]()
+    for (lengths, output_tokens), point in zip(points, runs, strict=True):
+        steps = reduce_steps(point, repeats.statistic)
+        if output_tokens == 1:
+            prefills += steps
+            continue
+        mixed += [step for step in steps if step.batch.prefills and len(lengths) > 1]
+        decode = merge_decodes([*chain.from_iterable(point)], repeats.statistic)
+        decodes += [decode] if decode else []
+    return [*prefills, *decodes, *mixed], decodes
+
+
+def run_repeats(
+    engine: LiveEngine, points: Sequence[tuple[list[int], int]], repeats: Repeats
+) -> list[list[list[Step]]]:
+    """The steps of each point (prompt lengths and output tokens of each) in each repeat. A repeat
+    has all points in a new order: a disturbance of the machine does not hit one point alone."""
+    runs: list[list[list[Step]]] = [[] for _ in points]
+    random = np.random.default_rng(repeats.seed)
+    with tqdm(total=repeats.number * len(points), unit="point", disable=repeats.quiet) as bar:
+        for _ in range(repeats.number):
+            for place in random.permutation(len(points)).tolist():
+                runs[place].append(engine.run(*points[place]))
+                bar.update()
+    return runs

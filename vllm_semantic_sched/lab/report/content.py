@@ -1,7 +1,5 @@
 """What a page shows, as plain data: tables and charts with their marks."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import platform
@@ -9,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Literal
+from typing import Literal, Self
 
 SERIES_COLORS = ("#2f7ebc", "#d98032", "#1b9e77", "#c03030", "#9467bd", "#8c564b", "#e377c2")
 
@@ -31,7 +29,7 @@ class Table:
     @classmethod
     def of(
         cls, title: str, rows: Sequence[Mapping[str, Cell]], note: str = "", folded: bool = False
-    ) -> Table:
+    ) -> Self:
         """A table from at least one row, given as cells by column."""
         return cls(title, list(rows[0]), [list(row.values()) for row in rows], note, folded)
 

@@ -43,7 +43,6 @@ def load_base(name: str) -> Model:
 
 
 def load_tokenizer(folder: Path) -> WindowTokenizer:
-    """The tokenizer that is stored in a folder."""
     return WindowTokenizer(AutoTokenizer.from_pretrained(folder))
 
 

@@ -2,11 +2,12 @@
 
 import asyncio
 import csv
-import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import aiohttp
+from tqdm import tqdm
 
 _ANSWER_SECONDS = 600.0
 
@@ -28,7 +29,6 @@ def collect_lengths(
     model: str | None,
     max_tokens: int,
     concurrency: int,
-    progress: Callable[[int, int], object],
 ) -> Collected:
     """Write `table`, a CSV with the columns text,output_tokens, a row as each answer arrives.
 
@@ -40,7 +40,6 @@ def collect_lengths(
         url: of an OpenAI-compatible server, with or without `/v1`.
         prompts: one prompt per line, or a CSV with the column text.
         model: its served name; None for the first that the server lists.
-        progress: called with the number of prompts done and to do.
 
     Raises ValueError if there are no prompts, or the server answered none of them.
     """
@@ -51,7 +50,8 @@ def collect_lengths(
     known = set(_text_column(table)) if table.exists() and table.stat().st_size else set()
     texts = [text for text in wanted if text not in known]
     base = url.rstrip("/").removesuffix("/v1")
-    collected = asyncio.run(_collect(base, model, max_tokens, texts, table, concurrency, progress))
+    body = {"model": model, "max_tokens": max_tokens}
+    collected = asyncio.run(_collect(base, body, texts, table, concurrency))
     if texts and not collected.answered:
         raise ValueError(
             f"{url} answered none of {len(texts)} prompts; the first failed with "
@@ -75,27 +75,18 @@ def _text_column(path: Path) -> list[str]:
 
 
 async def _collect(
-    url: str,
-    model: str | None,
-    max_tokens: int,
-    texts: list[str],
-    table: Path,
-    concurrency: int,
-    progress: Callable[[int, int], object],
+    url: str, body: dict[str, Any], texts: list[str], table: Path, concurrency: int
 ) -> Collected:
-    import aiohttp
-
     collected = Collected()
     seats = asyncio.Semaphore(concurrency)
-    done = itertools.count(1)
     timeout = aiohttp.ClientTimeout(total=_ANSWER_SECONDS)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         try:
-            model = model or await _first_model(session, url)
+            body["model"] = body["model"] or await _first_model(session, url)
         except (aiohttp.ClientError, TimeoutError, LookupError) as error:
             raise ValueError(f"{url} lists no models: {error!r}") from error
-        body = {"model": model, "max_tokens": max_tokens}
-        with table.open("a", encoding="utf-8", newline="") as file:
+        bar = tqdm(total=len(texts), desc="prompts answered", mininterval=1)
+        with bar, table.open("a", encoding="utf-8", newline="") as file:
             rows = csv.writer(file)
             if not file.tell():
                 rows.writerow(("text", "output_tokens"))
@@ -111,7 +102,7 @@ async def _collect(
                         collected.cut += finish == "length"
                         rows.writerow((text, tokens))
                         file.flush()
-                progress(next(done), len(texts))
+                bar.update()
 
             await asyncio.gather(*(send(text) for text in texts))
     return collected

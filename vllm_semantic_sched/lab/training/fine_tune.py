@@ -37,17 +37,19 @@ _URGENCY_RATE = 1e-4
 _LENGTH_RATE = 5e-5
 
 
-class FineTuned(NamedTuple):
-    """Numbers of texts after training on labeled ones."""
+class Parts(NamedTuple):
+    """Texts to train on, to calibrate on and to test on; how many of given tests are trained on as
+    well, None if the tests were held out."""
 
-    tests: int
-    known_tests: int | None  # tests that were trained on as well; None if they were held out
-    threshold_texts: int | None  # fitted to by the thresholds; None if levels were not trained
+    training: list[Example]
+    validation: list[Example]
+    tests: Sequence[Example]
+    known_tests: int | None
 
 
 def train_urgency(
     options: Options, domain_name: str, table: Path | None, count: int, test: Path | None
-) -> FineTuned:
+) -> Parts:
     """Train the urgency head on labeled texts, or on the example sentences of a domain.
 
     Args:
@@ -81,21 +83,15 @@ def train_urgency(
     )
 
 
-def train_length(
-    options: Options,
-    table: Path,
-    test: Path | None,
-    tune_encoder: bool,
-    on_texts: Callable[[int], object] = lambda count: None,
-) -> FineTuned:
+def train_length(options: Options, table: Path, test: Path | None, tune_encoder: bool) -> Parts:
     """Train the length head on a CSV with the columns text,output_tokens; with `tune_encoder` the
     encoder as well, with a deep head. See `train_urgency` and `fit_length_head`."""
     examples = _labeled(table, "output_tokens")
     tests = None if test is None else _labeled(test, "output_tokens")
     if not tune_encoder:
         parts = _parts(examples, tests, calibrated=False)
-        fit_length_head(options, parts.training, on_texts)
-        return _written(options.output, parts, threshold_texts=None)
+        fit_length_head(options, parts.training)
+        return _written(options.output, parts)
 
     def prepare(network: UrgencyLengthClassifier, training: Sequence[Example]) -> None:
         set_length_buckets(network, [one.output_tokens or 0 for one in training])
@@ -103,18 +99,7 @@ def train_length(
     return _fine_tune(options, examples, tests, keep="urgency", prepare=prepare)
 
 
-class _Parts(NamedTuple):
-    """Texts to train on, to calibrate on and to test on; how many of given tests are trained on."""
-
-    training: list[Example]
-    validation: list[Example]
-    tests: Sequence[Example]
-    known_tests: int | None
-
-
-def _parts(
-    examples: Sequence[Example], tests: Sequence[Example] | None, calibrated: bool
-) -> _Parts:
+def _parts(examples: Sequence[Example], tests: Sequence[Example] | None, calibrated: bool) -> Parts:
     if len(examples) < _LEAST_TEXTS:
         raise ValueError(f"{len(examples)} labeled texts; at least {_LEAST_TEXTS} are needed")
     training, validation, held_out = (
@@ -124,17 +109,17 @@ def _parts(
     if not calibrated:
         training += validation
     if tests is None:
-        return _Parts(training, validation, held_out, None)
+        return Parts(training, validation, held_out, None)
     training += held_out
     # Where texts are short, as complaints are, the same ones occur again, at any level.
     trained = {one.text for one in training}
-    return _Parts(training, validation, tests, sum(one.text in trained for one in tests))
+    return Parts(training, validation, tests, sum(one.text in trained for one in tests))
 
 
-def _written(output: Path, parts: _Parts, threshold_texts: int | None) -> FineTuned:
+def _written(output: Path, parts: Parts) -> Parts:
     write_examples(parts.training, output / TRAINING_FILE)
     write_examples(parts.tests, output / TEST_FILE)
-    return FineTuned(len(parts.tests), parts.known_tests, threshold_texts)
+    return parts
 
 
 def _labeled(
@@ -151,7 +136,7 @@ def _fine_tune(
     keep: Literal["urgency", "length"],
     prepare: Callable[[UrgencyLengthClassifier, Sequence[Example]], None],
     same_heads: bool = False,
-) -> FineTuned:
+) -> Parts:
     """Train the base on `examples`, less a tenth to calibrate on, where needed, and a tenth to test
     on, if `tests` is None.
 
@@ -188,10 +173,9 @@ def _fine_tune(
     everyday = [everyday_prompt(rng) for _ in parts.training[:_MOST_EVERYDAY]]
     texts = [one.text for one in parts.training] + everyday
     distil(options.output, texts, options.output, seed=options.seed, start=instant)
-    if keep == "urgency":
-        return _written(options.output, parts, threshold_texts=None)
-    write_thresholds(options.output, parts.training, options.threads)
-    return _written(options.output, parts, threshold_texts=len(parts.training))
+    if keep == "length":
+        write_thresholds(options.output, parts.training, options.threads)
+    return _written(options.output, parts)
 
 
 def _with_predictions(

@@ -14,11 +14,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from tqdm import tqdm
 
 from vllm_semantic_sched.lab.evaluation.examples import Example
 from vllm_semantic_sched.lab.training.base import Model
@@ -40,28 +40,18 @@ _LEFT_OUT = 0.05
 _WARMUP = 0.06
 _IGNORED = -100
 
-
-class Step(NamedTuple):
-    """Progress of training: step `number` of `steps` in a round, both counted from 1."""
-
-    round: int
-    rounds: int
-    number: int
-    steps: int
-    loss: float
+LOSS_SHOWN = 50
+"""Steps between two losses beside the progress bar."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of every training run."""
-
     output: Path  # folder for the trained model
     base: str  # model to start from, see `base_folder`
     seed: int  # of weights, texts and their order
     epochs: int  # rounds over the texts
     minutes: float | None = None  # time limit
     threads: int = 1  # that torch may use
-    on_step: Callable[[Step], object] = lambda step: None  # called after each training step
 
 
 def fit(
@@ -95,7 +85,9 @@ def fit(
     for epoch in range(rounds):
         examples = round_examples(epoch)
         per_round = -(-len(examples) // size)
-        for batch in _batches(examples, model, size, options.seed + epoch):
+        batches = _batches(examples, model, size, options.seed + epoch)
+        bar = tqdm(batches, f"round {epoch + 1}/{rounds}", per_round, mininterval=5)
+        for batch in bar:
             spent = (time.monotonic() - started) / 60 / (options.minutes or math.inf)
             progress = max(step / (rounds * per_round), spent)
             if progress >= 1:
@@ -106,8 +98,8 @@ def fit(
             loss = _loss(network, [one.to(place) for one in batch], tokenizer.unknown, teacher)
             take_step(optimizer, loss, [*network.parameters()])
             step += 1
-            number = step - epoch * per_round
-            options.on_step(Step(epoch + 1, rounds, number, per_round, loss.item()))
+            if step % LOSS_SHOWN == 0:
+                bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
         after_round()
     network.to("cpu")
 

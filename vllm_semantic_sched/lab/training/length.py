@@ -7,7 +7,7 @@ discriminant with one common variance, fitted to texts that the regression had n
 score into logits of the length buckets. The instant reader gets a regression on its own words.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 from sklearn.linear_model import Ridge
 from sklearn.model_selection import KFold, cross_val_predict
+from tqdm import tqdm
 
 from vllm_semantic_sched.lab.evaluation.examples import Example
 from vllm_semantic_sched.lab.training.base import Model, load_base, set_length_buckets
@@ -41,14 +42,9 @@ class LengthHead(NamedTuple):
     bias: Floats
 
 
-def fit_length_head(
-    options: Options,
-    training: Sequence[Example],
-    on_texts: Callable[[int], object] = lambda count: None,
-) -> None:
+def fit_length_head(options: Options, training: Sequence[Example]) -> None:
     """Write to `options.output` the base with a length head, also of its instant reader, fitted to
-    the examples' `output_tokens`; the levels stay. `on_texts` gets how many texts were just read.
-    """
+    the examples' `output_tokens`; the levels stay."""
     torch.set_num_threads(options.threads)
     model = load_base(options.base)
     network, folder = model.network, model.folder
@@ -58,7 +54,7 @@ def fit_length_head(
     set_length_buckets(network, lengths, "linear")
     network.config.length_temperature = 1.0
     edges = network.config.length_bucket_edges
-    words, states = _network_features(model, texts, on_texts)
+    words, states = _network_features(model, texts)
     spread = numpy.maximum(states.std(axis=0), 1e-6) * numpy.sqrt(states.shape[1])
     scale = numpy.concatenate((_word_scale(words), 1 / spread))
     both = sparse.hstack((words, sparse.csr_matrix(states))).tocsr()
@@ -74,20 +70,18 @@ def fit_length_head(
     _renewed(instant, head).save(options.output)
 
 
-def _network_features(
-    model: Model, texts: Sequence[str], on_texts: Callable[[int], object]
-) -> tuple[Any, Floats]:
+def _network_features(model: Model, texts: Sequence[str]) -> tuple[Any, Floats]:
     """What the linear head reads of each text: a sparse (texts, wordpieces) and (texts, dim)."""
     network, tokenizer, _ = model
     rows, means = tokenizer.encode(texts), numpy.empty((len(texts), network.config.dim))
     order = sorted(range(len(rows)), key=lambda at: len(rows[at]))
     network.eval()
-    with torch.inference_mode():
+    with torch.inference_mode(), tqdm(desc="texts read", mininterval=1) as bar:
         for start in range(0, len(order), _TEXTS_PER_PASS):
             part = order[start : start + _TEXTS_PER_PASS]
             _, mean = network.states(*tokenizer.pad([rows[at] for at in part]))
             means[part] = mean.numpy()
-            on_texts(len(part))
+            bar.update(len(part))
     return _bags(rows, network.config.vocab_size, 0.5), means
 
 
@@ -154,7 +148,6 @@ def _set_head(network: UrgencyLengthClassifier, head: LengthHead) -> None:
 
 
 def _renewed(table: InstantTable, head: LengthHead) -> InstantTable:
-    """`table` with another length head."""
     bias = head.offset * head.slope + head.bias
     rows = numpy.hstack((table.rows[:, : table.levels], numpy.outer(head.weights, head.slope)))
     both = numpy.concatenate((table.bias[: table.levels], bias))

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.nn import functional
+from tqdm import tqdm
 
 from vllm_semantic_sched.lab.training.base import Model
 from vllm_semantic_sched.lab.training.e5 import QUERY_PREFIX
 from vllm_semantic_sched.lab.training.fit import (
+    LOSS_SHOWN,
     Options,
-    Step,
     autocast,
     batches_by_length,
     take_step,
@@ -64,16 +65,20 @@ def align(
     per_epoch = -(-len(rows) // _BATCH)
     student.train()
     for epoch in range(epochs):
-        for number, batch in enumerate(batches_by_length(rows, _BATCH, rng)):
+        batches = batches_by_length(rows, _BATCH, rng)
+        bar = tqdm(batches, f"round {epoch + 1}/{epochs}", mininterval=5)
+        for number, batch in enumerate(bar):
             progress = (epoch * per_epoch + number) / (epochs * per_epoch)
             rate = _RATE * min(1.0, progress / _WARMUP, (1 - progress) / (1 - _WARMUP))
             for group in optimizer.param_groups:
                 group["lr"] = rate
             ids, mask = tokenizer.pad([rows[at] for at in batch])
             with autocast():
-                loss = _distance(student, teacher, ids, mask, prefix)
+                aims = teacher_states(teacher, ids, mask, prefix)
+                loss = _distance(student, aims, ids, mask)
             take_step(optimizer, loss, weights)
-            options.on_step(Step(epoch + 1, epochs, number + 1, per_epoch, loss.item()))
+            if (number + 1) % LOSS_SHOWN == 0:
+                bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     student.eval()
 
 
@@ -97,14 +102,10 @@ def teacher_states(
 
 
 def _distance(
-    student: UrgencyLengthClassifier,
-    teacher: UrgencyLengthClassifier,
-    ids: Tensor,
-    mask: Tensor,
-    prefix: Sequence[int],
+    student: UrgencyLengthClassifier, aims: Sequence[Tensor], ids: Tensor, mask: Tensor
 ) -> Tensor:
-    """Mean squared difference of the states of every second layer, and of the sentence vectors."""
-    aims = teacher_states(teacher, ids, mask, prefix)
+    """Mean squared difference of the states of every second layer, and of the sentence vectors.
+    `aims`: the teacher's states of every layer."""
     states = student.distilbert(ids, attention_mask=mask, output_hidden_states=True).hidden_states
     step = (len(aims) - 1) // (len(states) - 1)
     real = mask.bool()

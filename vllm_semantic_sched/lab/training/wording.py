@@ -117,7 +117,6 @@ class Person(NamedTuple):
 
     @property
     def he(self) -> str:
-        """The pronoun."""
         return "he" if self.male else "she"
 
     def fill(self, sentence: str) -> str:
@@ -132,24 +131,6 @@ def wordings() -> tuple[Wording, ...]:
     """The wording of each urgency level, level 0 first."""
     texts = read_texts(_TEXTS / "emergency.yaml", EmergencyTexts)
     return tuple(getattr(texts, name) for name in EmergencyTexts.model_fields)
-
-
-@functools.cache
-def harmless() -> HarmlessTexts:
-    """Prompts of the least urgent level."""
-    return read_texts(_TEXTS / "harmless.yaml", HarmlessTexts)
-
-
-@functools.cache
-def surroundings() -> Surroundings:
-    """Openings, questions, claims and chat templates."""
-    return read_texts(_TEXTS / "surroundings.yaml", Surroundings)
-
-
-@functools.cache
-def visit_texts() -> VisitTexts:
-    """Words for coded visits."""
-    return read_texts(_TEXTS / "visits.yaml", VisitTexts)
 
 
 @functools.cache
@@ -210,6 +191,13 @@ def read_texts(path: Path, section: type[_File]) -> _File:
     # The C parser where PyYAML has one: these files are long.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return parse_section(section, yaml.load(path.read_text("utf-8"), Loader=loader), path.name)
+
+
+harmless = functools.cache(functools.partial(read_texts, _TEXTS / "harmless.yaml", HarmlessTexts))
+surroundings = functools.cache(
+    functools.partial(read_texts, _TEXTS / "surroundings.yaml", Surroundings)
+)
+visit_texts = functools.cache(functools.partial(read_texts, _TEXTS / "visits.yaml", VisitTexts))
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
