@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,6 +27,7 @@ from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.lab.bench.usage import read_counters
 from vllm_semantic_sched.lab.bench.workload import Workload, WorkloadConfig, make_workload
 from vllm_semantic_sched.policy.config import load_policy
+from vllm_semantic_sched.policy.config.order import ROUNDING
 from vllm_semantic_sched.policy.facts.files import read_config
 
 if TYPE_CHECKING:
@@ -115,12 +117,31 @@ def totals_of(
     }
 
 
+def seconds_to_overdue(aging: Aging, level: int) -> float | None:
+    """Waiting time after which a request of a level is overdue; None: never."""
+    needed = aging.promotions_to_overdue(level)
+    if not aging.enabled or aging.most_promotions(level) < needed:
+        return None
+    return aging.interval * needed
+
+
+def wait_bound(
+    aging: Aging, level: int, older: int, admission_gap: float, seat_seconds: float = 0.0
+) -> float | None:
+    """Most seconds until the first seat, with the symbols of `policy.order.aging`: q `older`
+    requests, T `admission_gap` and S `seat_seconds`. None: unbounded."""
+    if (waited := seconds_to_overdue(aging, level)) is None:
+        return None
+    each = math.ceil(1.0 / aging.share - ROUNDING) * admission_gap + seat_seconds
+    return waited + (older + 1) * each
+
+
 def compare_with_aging_bound(
     aging: Aging, level: int, records: Sequence[Record], horizon: float
 ) -> dict[str, float] | None:
-    """Compare the waits of a level with the bound of `Aging.wait_bound`; None if there is none. The
-    bound's q and T are those of the run: the number of older requests that waited on arrival, and
-    the longest time between two first tokens."""
+    """Compare the waits of a level with `wait_bound`; None if there is no bound. Its q and T are
+    those of the run: the number of older requests that waited on arrival, and the longest time
+    between two first tokens."""
     if not aging.enabled:
         return None
     starts = sorted(one.first_token for one in records if one.first_token is not None)
@@ -130,7 +151,7 @@ def compare_with_aging_bound(
     for one in records:
         if one.level == level and refusal_code(one) is None:
             older = sum(arrival < one.arrival < end for arrival, end in ends)
-            bound = aging.wait_bound(level, older, longest_gap)
+            bound = wait_bound(aging, level, older, longest_gap)
             if bound is None:
                 return None
             waits.append((_end_of_wait(one, horizon) - one.arrival, bound))

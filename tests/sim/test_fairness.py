@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from drive import PROFILE, drive, seats_of
+from tiers import wait_bound
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.order.meter import AHEAD
@@ -90,9 +91,8 @@ def test_no_request_waits_longer_than_the_bound_under_100_random_policies(block:
         reserved = policy["tiers"][0]["reserve"]["seats"]
         stint = max(span.end - span.start for run in runs for span in seats_of(run))
         for run in runs:
-            bound = aging.wait_bound(
-                run.request.level, older_waiting(runs, run), gap, stint if reserved else 0.0
-            )
+            level, older = run.request.level, older_waiting(runs, run)
+            bound = wait_bound(aging, level, older, gap, stint if reserved else 0.0)
             assert bound is not None and waited(run) <= bound, (seed, run.request)
 
 

@@ -48,32 +48,10 @@ class Aging(Section):
         """Promotions after which a request of that level is overdue, without the cap."""
         return math.ceil((level + 1) / self.step - ROUNDING)
 
-    def seconds_to_overdue(self, level: int) -> float | None:
-        """Waiting time after which a request of that level is overdue; None: never."""
-        needed = self.promotions_to_overdue(level)
-        if not self.enabled or (self.cap is not None and self.cap < needed):
-            return None
-        return self.interval * needed
-
     def most_promotions(self, level: int) -> int:
         """Most promotions of a request of that level."""
         needed = self.promotions_to_overdue(level)
         return needed if self.cap is None else min(self.cap, needed)
-
-    @property
-    def admissions_per_overtaking(self) -> int:
-        """N: one of N admissions in a row can go to the oldest overdue request."""
-        return math.ceil(1.0 / self.share - ROUNDING)
-
-    def wait_bound(
-        self, level: int, older: int, admission_gap: float, seat_seconds: float = 0.0
-    ) -> float | None:
-        """Most seconds until the first seat, with the symbols of `policy.order.aging`: q `older`
-        requests, T `admission_gap` and S `seat_seconds`. None: unbounded."""
-        if (waited := self.seconds_to_overdue(level)) is None:
-            return None
-        each = self.admissions_per_overtaking * admission_gap + seat_seconds
-        return waited + (older + 1) * each
 
 
 class Deadlines(Section):
