@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from vllm_semantic_sched.policy.config import Policy
@@ -77,11 +78,11 @@ def reading_level(policy: Policy, hint: Hint, provisional: Prediction | None) ->
 
 def reading_order(policy: Policy, hint: Hint, provisional: Prediction | None) -> float:
     """The key by which a prompt waits for the predictor, smallest first: the expected cost of
-    serving the request last, negated, plus that of its most urgent part. Of texts with the same
-    provisional level, those that may be or hold an emergency go first."""
+    serving the request last, negated, in the mean of the whole text and its most urgent part. Of
+    texts with the same provisional level, those that may be or hold an emergency go first."""
     if (reading := _counted(policy, hint, provisional)) is not None:
         each, last = (reading.urgency, reading.part or reading.urgency), len(reading.urgency) - 1
-        return -sum(doubt(urgency, last, 0.0, policy.decision) for urgency in each)
+        return -fmean(doubt(urgency, last, 0.0, policy.decision) for urgency in each)
     level = reading_level(policy, hint, None)
     return -mistake_cost(level, policy.levels - 1, policy.decision)
 
