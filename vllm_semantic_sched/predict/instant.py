@@ -20,9 +20,9 @@ PAIR_ROWS = 2**16  # that pairs of neighboring wordpieces are hashed to
 # Between a sum, in which a long text is sure of everything, and a mean, in which a single word
 # counts for nothing in it. Best on validation texts.
 DAMPING = 0.25
-# Wordpieces in a part of a text, and between the beginnings of two: an emergency of a sentence has
-# little weight in a long text. Best on validation messages beside requests.
-_PART, _STRIDE = 24, 12
+# Wordpieces in a part of a text: a sentence has little weight in a long one. Best on validation
+# messages beside requests.
+_PART = 24
 _SPECIAL = 2  # of the window, [CLS] and [SEP], which say nothing here
 
 Floats = NDArray[numpy.float32]
@@ -117,6 +117,8 @@ class InstantReader:
         if len(table.rows) != features.rows:
             raise ValueError(f"{len(table.rows)} rows for {features.rows} wordpieces and pairs")
         self._features, self._table = features, table
+        self._urgency = numpy.ascontiguousarray(table.rows[:, : table.levels])  # for the parts
+        self._numbers = numpy.arange(table.levels, dtype=numpy.float32)
         self.levels, self.length_buckets = table.levels, length_buckets
 
     @classmethod
@@ -160,15 +162,13 @@ class InstantReader:
         no longer than one. Here a word counts as often as it occurs."""
         if len(pieces) <= _PART:
             return None
-        words = self._table.rows[pieces, : self.levels]
-        words[1:] += self._table.rows[pairs, : self.levels]
-        sums = numpy.vstack((numpy.zeros_like(words[:1]), words.cumsum(axis=0)))
-        begins = numpy.arange(0, len(pieces) - _STRIDE, _STRIDE)
-        ends = numpy.minimum(begins + _PART, len(pieces))
-        counts = 2 * (ends - begins)[:, None]
-        logits = self._table.bias[: self.levels] + (sums[ends] - sums[begins]) / counts**DAMPING
-        chances = _softmax(logits)
-        return tuple(chances[(chances @ numpy.arange(self.levels)).argmin()].tolist())
+        words = self._urgency.take(pieces, axis=0)
+        words[1:] += self._urgency.take(pairs, axis=0)
+        sums = words.cumsum(axis=0)
+        parts = sums[_PART - 1 :].copy()
+        parts[1:] -= sums[:-_PART]
+        chances = _softmax(self._table.bias[: self.levels] + parts / (2 * _PART) ** DAMPING)
+        return tuple(chances[(chances @ self._numbers).argmin()].tolist())
 
     def same_shape(self, other: Prediction) -> bool:
         """Whether a prediction has as many levels and length buckets as this reader's."""
