@@ -19,7 +19,7 @@ from vllm_semantic_sched.policy.eviction.retention import (
     tokens_left_on_device,
 )
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.profile.cost import loads_beside_steps, saves_beside_steps
+from vllm_semantic_sched.policy.profile.cost import loads_beside_steps
 
 
 @dataclass(slots=True)
@@ -106,7 +106,9 @@ class Preemptions:
             assert self.connector is not None
             end = plan.on_device + plan.saved
             size, free = self._scheduler.hash_block_size, vllm_api.free_kv_blocks(self._scheduler)
-            beside = saves_beside_steps(free, vllm_api.most_blocks_of_a_step(self._scheduler))
+            # The blocks stay allocated until they are saved, and no step waits for the save, if the
+            # coming step finds enough others.
+            beside = free >= vllm_api.most_blocks_of_a_step(self._scheduler)
             if not self.connector.save(request, plan.on_device, end, size, beside):
                 plan = self.plan(job, request, keep=False)
         count = self._counters.add

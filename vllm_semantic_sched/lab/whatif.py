@@ -18,9 +18,10 @@ from vllm_semantic_sched.policy.config import Policy, parse_policy
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.facts.section import parse_section
 from vllm_semantic_sched.policy.facts.tiers import Slo
+from vllm_semantic_sched.policy.overload.slo import targets
 from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
 from vllm_semantic_sched.predict import stored_buckets
-from vllm_semantic_sched.sim.metrics import ALL, Recorder, targets
+from vllm_semantic_sched.sim.metrics import ALL, Recorder
 from vllm_semantic_sched.sim.predictor import Predictions
 from vllm_semantic_sched.sim.request import SimRequest
 from vllm_semantic_sched.sim.runner import Cell, Task, cells_of, run_task

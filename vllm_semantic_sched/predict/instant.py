@@ -158,8 +158,8 @@ class InstantReader:
         return Prediction(urgency, length, unreadable(cut), self._urgent_part(pieces, pairs))
 
     def _urgent_part(self, pieces: Ints, pairs: Ints) -> tuple[float, ...] | None:
-        """Probabilities of the levels of the part with the lowest expected level; None if a text is
-        no longer than one. Here a word counts as often as it occurs."""
+        """Probabilities of the levels of the part with the lowest expected level; None if the text
+        is no longer than a part. Unlike in the whole, a word counts as often as it occurs."""
         if len(pieces) <= _PART:
             return None
         words = self._urgency.take(pieces, axis=0)
@@ -187,7 +187,7 @@ class InstantReader:
 
 
 def _softmax(logits: Floats) -> Floats:
-    """Of the last axis."""
+    """Softmax over the last axis."""
     powers = numpy.exp(logits - logits.max(axis=-1, keepdims=True))
     chances: Floats = powers / powers.sum(axis=-1, keepdims=True)
     return chances

@@ -10,7 +10,7 @@ import numpy as np
 
 from vllm_semantic_sched.policy.facts.job import PassCause
 from vllm_semantic_sched.policy.facts.tiers import Slo
-from vllm_semantic_sched.policy.overload.slo import MEASURES
+from vllm_semantic_sched.policy.overload.slo import targets
 from vllm_semantic_sched.sim.request import Run
 
 ALL = "all"  # the row over all levels
@@ -125,11 +125,6 @@ class Recorder:
                 for name, parts in row.values.items():
                     parts.append(members[name])
         self._all.add(block)
-
-
-def targets(slo: Slo) -> dict[str, float]:
-    """The promised latencies by measure, seconds; empty if nothing is promised."""
-    return slo.model_dump(include={*MEASURES}, exclude_none=True)
 
 
 class _Row:

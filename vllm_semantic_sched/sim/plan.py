@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from vllm_semantic_sched.policy.facts.tiers import Slo
-from vllm_semantic_sched.sim.metrics import targets
+from vllm_semantic_sched.policy.overload.slo import targets
 from vllm_semantic_sched.sim.runner import Task, cells_of, run_task
 from vllm_semantic_sched.sim.scenario import Scenario
 from vllm_semantic_sched.sim.sections import Routing

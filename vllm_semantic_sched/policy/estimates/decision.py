@@ -78,7 +78,7 @@ def reading_level(policy: Policy, hint: Hint, provisional: Prediction | None) ->
 
 def reading_order(policy: Policy, hint: Hint, provisional: Prediction | None) -> float:
     """The key by which a prompt waits for the predictor, smallest first: the expected cost of
-    serving the request last, negated, in the mean of the whole text and its most urgent part. Of
+    serving the request last, negated, averaged over the whole text and its most urgent part. Of
     texts with the same provisional level, those that may be or hold an emergency go first."""
     if (reading := _counted(policy, hint, provisional)) is not None:
         each, last = (reading.urgency, reading.part or reading.urgency), len(reading.urgency) - 1

@@ -8,7 +8,7 @@ from typing import Any
 
 from ddsketch import LogCollapsingLowestDenseDDSketch
 
-from vllm_semantic_sched.policy.facts.tiers import Tier
+from vllm_semantic_sched.policy.facts.tiers import Slo, Tier
 
 MEASURES = ("ttft", "tpot", "e2e")  # latencies that can be promised, see `tiers.Slo`
 _RELATIVE_ACCURACY = 0.02
@@ -84,6 +84,11 @@ class RollingValues:
         return math.floor(now / self._slot_seconds)
 
 
+def targets(slo: Slo) -> dict[str, float]:
+    """The promised latencies by measure, seconds; empty if nothing is promised."""
+    return slo.model_dump(include={*MEASURES}, exclude_none=True)
+
+
 class SloMonitor:
     """Compliance and headroom of each level, whose tier has promises, over a window of seconds."""
 
@@ -95,9 +100,7 @@ class SloMonitor:
     def adopt(self, tiers: Sequence[Tier]) -> None:
         """Switch to new promises. Values in the window keep their old targets."""
         self._percentiles = [tier.slo.percentile for tier in tiers]
-        self.targets: list[dict[str, float]] = [  # promised seconds of each level
-            tier.slo.model_dump(include=set(MEASURES), exclude_none=True) for tier in tiers
-        ]
+        self.targets = [targets(tier.slo) for tier in tiers]  # by level
 
     def record(self, level: int, now: float, **latencies: float | None) -> None:
         """Record latencies of a request in seconds by measure, each once. O(1)."""

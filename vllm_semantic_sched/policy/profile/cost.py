@@ -21,12 +21,6 @@ def loads_beside_steps(tokens: int, profile: EngineProfile, max_stall: float) ->
     return profile.load(tokens) > max_stall * profile.gamma2
 
 
-def saves_beside_steps(free_blocks: int, step_blocks: int) -> bool:
-    """Whether a victim's blocks stay allocated until they are saved, so that no step waits for the
-    save: the coming step, which takes at most `step_blocks`, finds enough others."""
-    return free_blocks >= step_blocks
-
-
 def resume_seconds(
     on_device: int, kept_to: int, held: int, profile: EngineProfile, max_stall: float
 ) -> float:
