@@ -11,10 +11,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 _SENTENCEPIECE_FILE = "mistral_instruct_tokenizer_240323.model.v3"
-_SPACE = "\u2581"
 _STAMP = "semsched_model.json"
 
 # Roles appear in the prompt as plain words: an urgency predictor that reads the served text meets
@@ -99,46 +97,12 @@ def _write(directory: Path, config: TinyModelConfig) -> None:
 
 
 def _write_tokenizer(directory: Path) -> None:
-    """Convert the bundled SentencePiece BPE vocabulary to a `tokenizer.json`."""
-    from sentencepiece import SentencePieceProcessor
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
-    from transformers import PreTrainedTokenizerFast
+    from transformers import LlamaTokenizer
 
     source = resources.files("mistral_common") / "data" / _SENTENCEPIECE_FILE
     if not source.is_file():
         raise FileNotFoundError(f"mistral_common does not carry {_SENTENCEPIECE_FILE}")
-    with resources.as_file(source) as path:
-        pieces = SentencePieceProcessor(model_file=str(path))
-    vocab = {pieces.id_to_piece(i): i for i in range(pieces.vocab_size())}
-    options = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=_merges(pieces, vocab), **options))
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)]
-    )
-    spaces = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*spaces, decoders.Strip(" ", 1, 0)])
-    tokenizer.add_special_tokens(
-        [
-            AddedToken(piece, special=True, normalized=False)
-            for piece, i in vocab.items()
-            if pieces.is_control(i) or pieces.is_unknown(i)
-        ]
-    )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
-    fast.chat_template = _CHAT_TEMPLATE
-    fast.save_pretrained(str(directory))
-
-
-def _merges(pieces: Any, vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """The merge list that is equivalent to a SentencePiece BPE vocabulary, which stores scores
-    instead: the piece with the best score is merged first, from any two known halves."""
-    ranked = sorted(
-        (-pieces.get_score(index), index, piece[:cut], piece[cut:])
-        for piece, index in vocab.items()
-        if not pieces.is_control(index) and not pieces.is_byte(index)
-        for cut in range(1, len(piece))
-        if piece[:cut] in vocab and piece[cut:] in vocab
-    )
-    return [(left, right) for _, _, left, right in ranked]
+    (directory / "tokenizer.model").write_bytes(source.read_bytes())
+    tokenizer = LlamaTokenizer.from_pretrained(str(directory))
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    tokenizer.save_pretrained(str(directory))
