@@ -3,14 +3,15 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vllm_semantic_sched.cli.arguments import Failure
 from vllm_semantic_sched.cli.comparison import make_server, serving
+from vllm_semantic_sched.cli.console import print_table
 from vllm_semantic_sched.lab.bench.client import LoadClient, Progress, Record
 from vllm_semantic_sched.lab.bench.metrics import duration
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
@@ -93,6 +94,36 @@ def percentiles(values: Sequence[float], missing: float = float("nan")) -> tuple
         return missing, missing
     p50, p99 = np.percentile(values, [50, 99])
     return float(p50), float(p99)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A requirement: `required` is a minimum for `measured` or, with `at_most`, a maximum."""
+
+    text: str
+    measured: float
+    required: float
+    at_most: bool = False
+
+    @property
+    def met(self) -> bool:
+        """False for an undefined measurement."""
+        return self.measured <= self.required if self.at_most else self.measured >= self.required
+
+
+def missed(targets: Iterable[Target]) -> list[str]:
+    """Return a line for each target that was not reached."""
+    return [f"target missed: {target.text}" for target in targets if not target.met]
+
+
+def print_targets(targets: Iterable[Target]) -> None:
+    """Print each target with the measured value and a verdict."""
+    rows = []
+    for one in targets:
+        required = f"at {'most' if one.at_most else 'least'} {one.required:g}"
+        verdict = "met" if one.met else "missed"
+        rows.append((one.text, f"{one.measured:.3g}", required, verdict))
+    print_table("targets", ("target", "measured", "required", ""), rows)
 
 
 def write_json(path: Path, document: object) -> None:

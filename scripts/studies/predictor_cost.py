@@ -16,16 +16,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common import main, percentiles, write_json
+from common import Target, main, missed, percentiles, print_targets, write_json
 from step_time import StepTimePlan, StepTimes, measure_step_times
 
 from vllm_semantic_sched.cli.comparison import add_nice_argument, print_problems
 from vllm_semantic_sched.cli.console import make_console, make_table, print_table
-from vllm_semantic_sched.cli.report import print_targets
 from vllm_semantic_sched.lab.bench.client import Progress
 from vllm_semantic_sched.lab.bench.results import environment
 from vllm_semantic_sched.lab.bench.server import ServerConfig, prefer_client
-from vllm_semantic_sched.lab.bench.targets import Target, missed
 from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS, TextPredictor
 
 if TYPE_CHECKING:
@@ -251,7 +249,7 @@ def run(args: argparse.Namespace) -> int:
         steps = _measure_engine(args)
         _print_steps(console, steps, args.rate)
         targets.append(step_target(steps, args.rate))
-    print_targets(console, targets)
+    print_targets(targets)
     document = {
         "environment": environment(),
         "options": vars(args),

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
-from common import main
+from common import Target, main, missed, print_targets
 
 from vllm_semantic_sched.cli import comparison, report
 from vllm_semantic_sched.cli.console import make_console
 from vllm_semantic_sched.lab.bench.client import Progress
 from vllm_semantic_sched.lab.bench.compare import compare
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec, swap_arguments
-from vllm_semantic_sched.lab.bench.targets import Target, missed
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.facts.files import read_config
 
@@ -159,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
     for line in describe(rows):
         console.print(line, soft_wrap=True)
     targets = check(rows)
-    report.print_targets(console, targets)
+    print_targets(targets)
     console.print(f"records: {plan.output / 'results.json'}", soft_wrap=True)
     problems = found.failures() + (missed(targets) if args.assert_targets else [])
     return comparison.print_problems(console, problems)

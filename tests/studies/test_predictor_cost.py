@@ -5,6 +5,7 @@ import json
 
 import predictor_cost
 import pytest
+from common import missed
 from predictor_cost import (
     Latency,
     Throughput,
@@ -16,7 +17,6 @@ from predictor_cost import (
 from step_time import CONDITIONS, Phase, StepTimePlan, StepTimes, pool_phases
 
 from vllm_semantic_sched.lab.bench.server import ServerConfig
-from vllm_semantic_sched.lab.bench.targets import missed
 from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS
 
 

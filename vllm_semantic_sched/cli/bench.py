@@ -76,17 +76,15 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     text += "--gap seconds (default: 4)"
     add("--engines", type=int, default=1, metavar="N", help=text)
     add("--detail", action="store_true", help="also print rounds, totals and a table per level")
-    add("--assert-targets", action="store_true", help="print the targets; fail if one is missed")
 
 
 def _run_comparison(args: argparse.Namespace) -> int:
-    """Return 1 if a request failed, an output differs or a target is missed."""
+    """Return 1 if a request failed or an output differs."""
     from vllm_semantic_sched.cli import report
     from vllm_semantic_sched.lab.bench.client import Progress
     from vllm_semantic_sched.lab.bench.compare import compare
     from vllm_semantic_sched.lab.bench.page import comparison_page, draw_comparison
     from vllm_semantic_sched.lab.bench.schedulers import parse_schedulers
-    from vllm_semantic_sched.lab.bench.targets import check_targets, missed
 
     if args.engines > 1:
         return _run_placements(args)
@@ -101,10 +99,7 @@ def _run_comparison(args: argparse.Namespace) -> int:
         report.print_summary(console, mix, rows)
     picture = plan.output / "comparison.png"
     draw_comparison(found, picture)
-    targets = check_targets(found.mixes) if args.assert_targets else []
-    if args.assert_targets:
-        report.print_targets(console, targets)
-    written = save_page(comparison_page(found, plan.output, targets), plan.output)
+    written = save_page(comparison_page(found, plan.output), plan.output)
     console.print(f"records: {plan.output / 'results.json'}\npicture: {picture}", soft_wrap=True)
     for path in written:
         console.print(f"report: {path}", soft_wrap=True)
@@ -114,7 +109,7 @@ def _run_comparison(args: argparse.Namespace) -> int:
         count = sum(len(row.counted_differences) for row in found.rows())
         console.print(f"greedy outputs that differ: {count}")
         problems += [f"{count} greedy outputs differ"] if count else []
-    return comparison.print_problems(console, [*problems, *missed(targets)])
+    return comparison.print_problems(console, problems)
 
 
 def _run_placements(args: argparse.Namespace) -> int:

@@ -9,7 +9,6 @@ from html_pages import read_page
 from vllm_semantic_sched.lab.bench.page import comparison_page
 from vllm_semantic_sched.lab.bench.results import Round
 from vllm_semantic_sched.lab.bench.schedulers import parse_schedulers
-from vllm_semantic_sched.lab.bench.targets import Target
 from vllm_semantic_sched.lab.report.page import write_page
 
 WORKLOAD = fake_workload()
@@ -40,28 +39,27 @@ def page(tmp_path):
     lines = [*_story("warm-up", 0.0), *_story("semantic.even-0", 10.0)]
     lines += [*_story("semantic.rare-0", 20.0), *_story("semantic-true.even-0", 30.0)]
     log.write_text("".join(lines))
-    targets = [Target("faster", 2.0, 3.0), Target("cheaper", 1.0, 2.0, at_most=True)]
     found.options = {"seed": 7, "run": print}
-    return read_page(write_page(comparison_page(found, tmp_path, targets), tmp_path))
+    return read_page(write_page(comparison_page(found, tmp_path), tmp_path))
 
 
-def test_levels_have_a_bar_per_scheduler_and_a_row_with_every_metric(page):
+def test_levels_have_a_bar_and_a_table_with_a_row_per_scheduler(page):
     fcfs, semantic, idle = page.charts[WAITING]
     assert fcfs["top"] == pytest.approx([1000.0] * 6) and semantic["top"][0] == pytest.approx(100.0)
     assert idle["y"] == pytest.approx([50.0] * 2)
-    header, *rows = page.tables["Mix even: metrics per level"]
-    cells = {(row[0], row[1]): dict(zip(header, row, strict=True)) for row in rows}
-    assert cells["vLLM FCFS", "urgency 0"]["norm. waiting mean, ms/tok"] == "1000"
-    assert cells["idle engine", "urgency 0"]["norm. waiting mean, ms/tok"] == "50"
-    assert len(rows) == 2 * 6 + len({row[1] for row in rows if row[0] == "idle engine"})
+    (title,) = (name for name in page.tables if name.startswith("Mix even: urgency 0"))
+    cells = {row[0]: row[4] for row in page.tables[title]}
+    waits = {name: cell.split()[0] for name, cell in cells.items()}
+    assert waits["vLLM FCFS"] == "1000" and waits["idle engine"] == "50.00"
+    levels = [name for name in page.tables if name.startswith("Mix even: urgency")]
+    assert len(levels) == 5 and any(name.startswith("Mix even: all levels") for name in page.tables)
 
 
-def test_totals_rounds_targets_and_misread_requests_are_listed(page):
+def test_totals_rounds_and_misread_requests_are_listed(page):
     _, first, second = page.tables["Mix even: totals"]
     assert (first[0], first[1]) == ("vLLM FCFS", "20/20") and second[1] == "40/40"  # two rounds
     assert len(page.tables["Mix even: rounds"]) == 4
-    assert [row[-1] for row in page.tables["targets"][1:]] == ["missed", "met"]
-    (_, row) = page.tables["Mix even, Semantic (text): urgency 0 read as less urgent"]
+    (_, row) = page.tables["Mix even, Semantic (text): 1 of urgency 0 read as less urgent"]
     assert row[1] == "3" and row[2] == WORKLOAD.requests[int(row[0])].text
     assert "seed: 7" in page.text and "function" not in page.text
 

@@ -28,7 +28,7 @@ CHART = Chart(
     [
         Line("line", [0.0, 1.0], [2.0, math.nan], "#ff0000"),
         Points("points", [(0.5, 1.25, ATTACK)], "#00ff00"),
-        Boxes("boxes", [(0.0, 0.75, 0.0, 1.0, "a box")], ["#0000ff"]),
+        Boxes("boxes", [(0.0, 0.75, 0.0, 1.0, "a box")], "#0000ff"),
     ],
     log_x=True,
     x_ticks={1.0: "one"},
@@ -69,7 +69,7 @@ def test_charts_have_their_data(page):
     line, points, boxes = read_page(page).charts["Marks"]
     assert (line["x"], line["y"][0]) == ([0.0, 1.0], 2.0)
     assert (points["x"], points["y"], points["label"]) == ([0.5], [1.25], [ATTACK])
-    assert (boxes["left"], boxes["right"], boxes["color"]) == ([0.0], [0.75], ["#0000ff"])
+    assert (boxes["left"], boxes["right"]) == ([0.0], [0.75])
 
 
 def test_grouped_bars_leave_out_missing_values_and_stand_beside_each_other():

@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from vllm_semantic_sched.lab.bench.client import Record
-from vllm_semantic_sched.lab.bench.metrics import Summary, mean_waiting
+from vllm_semantic_sched.lab.bench.metrics import (
+    Summary,
+    fairness,
+    finish_order_violations,
+    mean_waiting,
+)
 from vllm_semantic_sched.lab.bench.results import Comparison, MixResult, Round, Rows, environment
 from vllm_semantic_sched.lab.bench.schedulers import client_id
-from vllm_semantic_sched.lab.bench.targets import Target
 from vllm_semantic_sched.lab.bench.usage import PREEMPTIONS
 from vllm_semantic_sched.lab.report.content import (
     Chart,
@@ -25,15 +29,6 @@ from vllm_semantic_sched.lab.report.gantt import gantt_chart
 from vllm_semantic_sched.operate.event_log import LogReader
 from vllm_semantic_sched.sim.spans import Span
 
-_METRICS = (
-    ("ttft", "TTFT", "s", 1),
-    ("tpot", "TPOT", "ms", 1e3),
-    ("e2e", "E2E", "s", 1),
-    ("queueing", "queueing", "s", 1),
-    ("normalized_waiting", "norm. waiting", "ms/tok", 1e3),
-    ("slowdown", "slowdown", "x", 1),
-)  # name, title, and unit in which it is shown, with its factor
-_STATISTICS = ("mean", "p50", "p99")
 _IDLE_COLOR, _IDLE_LABEL = "#c03030", "idle engine, urgency 0"
 
 _COLORS = {
@@ -53,22 +48,25 @@ _PANELS = {
 _SAME = 0.05  # ratios closer to 1 than this are called "about as"
 _SHOWN_URGENT, _SHOWN_OTHERS = 3, 1  # messages of urgency 0, and of each other level
 _MESSAGE_LENGTH, _ANSWER_LENGTH = 90, 70  # characters
+_LEGEND = (
+    "Of the best round; p99 is over all that count. norm. wait. = (finish - arrival) / output "
+    "tokens, ms per token; / idle = that over the idle engine's for the same requests, same round; "
+    "slowdown = E2E / E2E on an idle engine (fitted); gain = FCFS / this row."
+)
 
 
-def comparison_page(found: Comparison, folder: Path, targets: Sequence[Target] = ()) -> Page:
+def comparison_page(found: Comparison, folder: Path) -> Page:
     """What the run shows in a sentence; per mix some messages, who held the seats when (by the
-    event logs in `folder`), charts and folded tables; then the targets, if given."""
+    event logs in `folder`), charts and tables."""
     parts: list[Table | Chart] = []
     sentences = []
     for mix, rows in found.mixes.items():
         messages = messages_table(mix, rows)
         parts += [messages] if messages else []
-        parts += [*_seats(mix, rows, folder), *_bars(mix, rows), *_misread(mix, rows)]
-        parts += [_levels(mix, rows), totals_table(mix, rows), rounds_table(mix, rows)]
+        parts += [*_seats(mix, rows, folder), *_bars(mix, rows)]
+        parts += [*misread_tables(mix, rows), *mix_tables(mix, rows)]
         if text := gain_in_words(rows):
             sentences.append(f"Mix {mix}: {text}" if len(found.mixes) > 1 else text)
-    if targets:
-        parts.append(targets_table(targets))
     sentences.append("The same requests were sent to each scheduler on a real vLLM server.")
     # The parsed command line holds the function that runs the command.
     options = {key: value for key, value in found.options.items() if not callable(value)}
@@ -165,31 +163,82 @@ def _bars(mix: str, rows: Rows) -> Iterator[Chart]:
         yield grouped_bars(f"Mix {mix}: {title}", title, titles, series, colors, lines=lines)
 
 
-def _levels(mix: str, rows: Rows) -> Table:
+def mix_tables(mix: str, rows: Rows) -> Iterator[Table]:
+    """Rounds, totals, the order of finishing, and a table per level."""
     first = next(iter(rows.values()))
-    named = [("idle engine", first.idle_levels)] if first.idle_levels else []
-    named += [(row.scheduler.title, row.levels) for row in rows.values()]
-    heads = [f"{title} {name}, {unit}" for _, title, unit, _ in _METRICS for name in _STATISTICS]
-    cells: list[list[str | float]] = []
-    for title, levels in named:
-        for level, found in levels.items():
-            values = (
-                scale * getattr(found[metric], name)
-                for metric, _, _, scale in _METRICS
-                for name in _STATISTICS
-            )
-            cells.append([title, level_title(level), found["ttft"].count, *values])
-    return Table(
-        f"Mix {mix}: metrics per level",
-        ["scheduler", "level", "requests", *heads],
-        cells,
-        folded=True,
-        note="Of the best round; p99 is over all rounds that count. norm. waiting = (finish - "
-        "arrival) / output tokens; slowdown = E2E / E2E on an idle engine.",
-    )
+    yield _rounds(mix, rows)
+    yield _totals(mix, rows)
+    yield _orders(mix, rows)
+    for level in first.levels:
+        yield _level(mix, level, rows)
 
 
-def totals_table(mix: str, rows: Rows) -> Table:
+def misread_tables(mix: str, rows: Rows) -> Iterator[Table]:
+    """Per scheduler that reads texts, the requests of urgency 0 that it took for less urgent."""
+    for row in rows.values():
+        if row.scheduler.reads_text:
+            last = {one.index: one.read_level for one in row.misread}  # it is in every round
+            title = f"{row.scheduler.title}: {len(last)} of urgency 0 read as less urgent"
+            cells = [[n, level, row.workload.requests[n].text] for n, level in last.items()]
+            yield Table(f"Mix {mix}, {title}", ["request", "read as", "text"], cells)
+
+
+def _orders(mix: str, rows: Rows) -> Table:
+    title, tenants = "finish order (eq. 2)", next(iter(rows.values())).workload.config.tenants
+    cells = []
+    for row in rows.values():
+        share = f"{100 * finish_order_violations(row.records):.0f} %"
+        cells.append(
+            {"scheduler": row.scheduler.title, "there when a less urgent one finished": share}
+        )
+        if tenants:
+            cells[-1]["Jain's index"] = fixed(fairness(row.records))
+    title += ", fairness" if tenants else ""
+    return Table.of(f"Mix {mix}: {title}", cells, folded=True)
+
+
+def _level(mix: str, level: str, rows: Rows) -> Table:
+    urgent, first = level == "0", next(iter(rows.values()))
+    counts = first.levels[level]["ttft"]
+    title = "all levels" if level == "all" else f"urgency {level}"
+    title += (" (most urgent)" if urgent else "") + f", {counts.count} requests"
+    if counts.tail_count != counts.count:
+        title += f" (p99: {counts.tail_count})"
+    columns = [
+        "scheduler", "TTFT, s\nmean p50 p99", "TPOT\nms", "E2E\ns", "norm. wait.\nmean p99",
+        *(["/ idle"] if urgent else []), "slow-\ndown", "norm.w.\ngain", "p99 TTFT\ngain",
+    ]  # fmt: skip
+    base = rows["fcfs"].levels.get(level) if "fcfs" in rows else None
+    lines = []
+    if urgent and "0" in first.idle_levels:
+        lines.append(["idle engine", *_cells(first.idle_levels["0"], base, ["-"])])
+    for row in rows.values():
+        cells = ["-"] * (len(columns) - 1)
+        if level in row.levels:
+            ratio = [fixed(row.best.idle_ratio)] if urgent else []
+            cells = _cells(row.levels[level], base, ratio)
+        lines.append([row.scheduler.title, *cells])
+    note = _LEGEND if level == "all" else ""
+    return Table(f"Mix {mix}: {title}", columns, lines, note, folded=True)
+
+
+def _cells(
+    summaries: Mapping[str, Summary], base: Mapping[str, Summary] | None, ratio: list[str]
+) -> list[str]:
+    ttft, waiting = summaries["ttft"], summaries["normalized_waiting"]
+    gains = ["-", "-"]
+    if base is not None:
+        waits = base["normalized_waiting"].mean / waiting.mean
+        gains = [f"{waits:.2f}x", f"{base['ttft'].p99 / ttft.p99:.2f}x"]
+    return [
+        " ".join(map(fixed, (ttft.mean, ttft.p50, ttft.p99))),
+        *(fixed(1e3 * summaries["tpot"].mean), fixed(summaries["e2e"].mean)),
+        f"{fixed(1e3 * waiting.mean)} {fixed(1e3 * waiting.p99)}",
+        *(*ratio, fixed(summaries["slowdown"].mean), *gains),
+    ]
+
+
+def _totals(mix: str, rows: Rows) -> Table:
     """What each scheduler served, at what cost, and the outputs that differ."""
     first = next(iter(rows.values()))
     reference = rows.get("fcfs")
@@ -222,7 +271,7 @@ def totals_table(mix: str, rows: Rows) -> Table:
     )
 
 
-def rounds_table(mix: str, rows: Rows) -> Table:
+def _rounds(mix: str, rows: Rows) -> Table:
     """Every round, what disturbed it and what it is used for."""
     return Table.of(
         f"Mix {mix}: rounds",
@@ -264,15 +313,6 @@ def fixed(value: float) -> str:
     return f"{value:.{digits}f}"
 
 
-def _misread(mix: str, rows: Rows) -> Iterator[Table]:
-    for row in rows.values():
-        title = f"Mix {mix}, {row.scheduler.title}: urgency 0 read as less urgent"
-        last = {one.index: one.read_level for one in row.misread}  # a request is in every round
-        if last:
-            cells = [[n, level, row.workload.requests[n].text] for n, level in last.items()]
-            yield Table(title, ["request", "read as", "text"], cells)
-
-
 def _seats(mix: str, rows: Rows, folder: Path) -> Iterator[Chart]:
     for row in rows.values():
         log = row.scheduler.events_file(folder, row.best.name)
@@ -300,16 +340,6 @@ def _spans(log: Path, prefix: str) -> list[Span]:
         for one in found
         for span in one.spans
     ]
-
-
-def targets_table(targets: Iterable[Target]) -> Table:
-    """Each target with the measured value and a verdict."""
-    cells = []
-    for one in targets:
-        required = f"at {'most' if one.at_most else 'least'} {one.required:g}"
-        verdict = "met" if one.met else "missed"
-        cells.append([one.text, f"{one.measured:.3g}", required, verdict])
-    return Table("targets", ["target", "measured", "required", ""], cells)
 
 
 def _heights(

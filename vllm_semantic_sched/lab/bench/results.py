@@ -164,11 +164,10 @@ class MixResult:
         """Urgency 0, counted rounds: requests that were read as less urgent."""
         return [record for record in self._urgent() if record.read_level]
 
-    def p99_ttft(self, without: Sequence[Record] = ()) -> float:
-        """Return p99 TTFT of urgency 0 in the counted rounds, in seconds, without some requests."""
-        left_out = {record.index for record in without}
-        answered = (one for one in self._urgent() if one.ok and one.index not in left_out)
-        return summarize([one.ttft for one in answered if one.ttft is not None]).p99
+    def p99_ttft(self) -> float:
+        """Return p99 TTFT of urgency 0 in the counted rounds, in seconds."""
+        answered = (one.ttft for one in self._urgent() if one.ok)
+        return summarize([ttft for ttft in answered if ttft is not None]).p99
 
     def _urgent(self) -> Iterator[Record]:
         """Urgency 0 of the counted rounds."""

@@ -70,7 +70,7 @@ def evaluation_page(evaluation: Evaluation) -> Page:
     parts: list[Table | Chart] = []
     if report["n_level"]:
         parts += _level_tables(report)
-        parts += [_confusion_chart(report["confusion"]), _reliability_chart(report["reliability"])]
+        parts.append(_reliability_chart(report["reliability"]))
     for name, groups in report["groups"].items():
         rows = [
             [group, str(one["n"]), *_cells(one, _GROUP_COLUMNS, 2)] for group, one in groups.items()
@@ -203,35 +203,6 @@ def _cells(figures: Any, columns: Iterable[Any], digits: int = 3) -> list[str]:
 
 def _figure(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _confusion_chart(confusion: Sequence[Sequence[int]]) -> Chart:
-    """Decided over true levels; darker boxes have a larger share of the true level's texts."""
-    boxes, colors = [], []
-    for row, counts in enumerate(confusion):
-        for column, count in enumerate(counts):
-            share = count / max(1, sum(counts))
-            texts = f"{count} texts, {share:.0%} of the true level"
-            label = f"true level {row}, decided {column}: {texts}"
-            boxes.append((column - 0.5, column + 0.5, row - 0.5, row + 0.5, label))
-            colors.append(_blue(share))
-    levels = {float(level): str(level) for level in range(len(confusion))}
-    return Chart(
-        "Confusion of levels",
-        "decided urgency level",
-        "true urgency level",
-        [Boxes("share of the true level", boxes, colors)],
-        x_ticks=levels,
-        y_ticks=levels,
-        downwards=True,
-    )
-
-
-def _blue(share: float) -> str:
-    """From nearly white at 0 to dark blue at 1."""
-    pale, dark = (247, 251, 255), (8, 48, 107)
-    mixed = (round(a + share * (b - a)) for a, b in zip(pale, dark, strict=True))
-    return "#" + bytes(mixed).hex()
 
 
 def _reliability_chart(reliability: Sequence[Figures]) -> Chart:

@@ -55,7 +55,7 @@ def chart_json(chart: Chart, element: str) -> dict[str, Any]:
             values[axis] += (value for name in names for value in data.get(name, ()))
     plot.add_layout(Legend(items=legend, click_policy="hide", label_text_font_size="9pt"), "right")
     _set_ticks(plot.xaxis[0], chart.x_ticks, chart.log_x, values["x"])
-    _set_ticks(plot.yaxis[0], chart.y_ticks, chart.log_y, values["y"])
+    _set_ticks(plot.yaxis[0], {}, chart.log_y, values["y"])
     item: dict[str, Any] = json_item(plot, element)
     return item
 
@@ -96,13 +96,10 @@ def _draw(plot: figure, mark: Mark) -> Any:
         source = _source(mark.points, "x", "y", "label")
         return plot.scatter("x", "y", source=source, color=mark.color, **shape)
     sides = ("left", "right", "bottom", "top")
-    source, color = _source(mark.boxes, *sides, "label"), mark.color
-    if not isinstance(color, str):
-        color = source.add([*color], "color")
     return plot.quad(
         **dict(zip(sides, sides, strict=True)),
-        source=source,
-        fill_color=color,
+        source=_source(mark.boxes, *sides, "label"),
+        fill_color=mark.color,
         fill_alpha=mark.opacity,
         # Pale boxes would be invisible in the legend.
         line_color="#bbbbbb" if mark.opacity < 1 else None,

@@ -58,11 +58,11 @@ class Points:
 
 @dataclass(frozen=True)
 class Boxes:
-    """Rectangles of one color or each of its own: left, right, bottom, top, and hover text."""
+    """Rectangles: left, right, bottom, top, and the text that is shown under the pointer."""
 
     name: str
     boxes: Sequence[tuple[float, float, float, float, str]]
-    color: str | Sequence[str]
+    color: str
     opacity: float = 1.0
 
 
@@ -71,8 +71,8 @@ Mark = Line | Points | Boxes
 
 @dataclass(frozen=True)
 class Chart:
-    """Marks over two axes, which may have texts as ticks in place of numbers. Logarithmic ones show
-    positive values only; `downwards`: y grows downwards; `height` is in pixels."""
+    """Marks over two axes, of which x may have texts as ticks in place of numbers. Logarithmic ones
+    show positive values only; `downwards`: y grows downwards; `height` is in pixels."""
 
     title: str
     x_label: str
@@ -80,7 +80,6 @@ class Chart:
     marks: Sequence[Mark]
     note: str = ""
     x_ticks: Mapping[float, str] = field(default_factory=dict)
-    y_ticks: Mapping[float, str] = field(default_factory=dict)
     log_x: bool = False
     log_y: bool = False
     downwards: bool = False
