@@ -98,12 +98,14 @@ def test_servers_are_added_up_by_tier() -> None:
     quiet.tiers("immediate")
     quiet.observe(TTFT, [4.0] * 200, "immediate")
     quiet.set("policy_version", 1)
+    for engine in (0, 1):
+        quiet.kv_use(0.125, engine=engine)
     total = compute([Interval(reading(page), None) for page in (busy_page(), quiet)])
     assert [tier.tier for tier in total.tiers] == ["immediate", "urgent", "non-urgent"]
     assert total.tiers[0].started == 300 and 2.5 < total.tiers[0].ttft_p50 < 5.0
     assert sum(tier.running for tier in total.tiers) == 16
     assert sum(tier.waiting for tier in total.tiers) == 33
-    assert total.kv_use == 0.875 and total.predictor_up is True
+    assert total.kv_use == 1.125 / 3 and total.predictor_up is True  # over all engines
     assert total.policy_versions == (1, 2) and total.preemptions["swap"] == 2
 
 

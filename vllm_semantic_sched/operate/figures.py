@@ -5,6 +5,7 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple, Self
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -131,9 +132,7 @@ def compute(intervals: Sequence[Interval]) -> Figures:
         return [value for interval in intervals for value in interval.now.values(name)]
 
     def mean(name: str) -> float | None:
-        """Of the means over the engines of each server."""
-        each = [one for interval in intervals if (one := interval.now.values(name))]
-        return sum(sum(one) / len(one) for one in each) / len(each) if each else None
+        return fmean(each) if (each := values(name)) else None
 
     windows = [interval.seconds for interval in intervals if interval.seconds is not None]
     preemptions = Counter[str]()

@@ -18,6 +18,7 @@ from vllm_semantic_sched.lab.bench.results import Comparison, MixResult, Round, 
 from vllm_semantic_sched.lab.bench.schedulers import client_id
 from vllm_semantic_sched.lab.bench.usage import PREEMPTIONS
 from vllm_semantic_sched.lab.report.content import (
+    Boxes,
     Chart,
     Line,
     Page,
@@ -28,8 +29,6 @@ from vllm_semantic_sched.lab.report.content import (
 from vllm_semantic_sched.lab.report.gantt import gantt_chart
 from vllm_semantic_sched.operate.event_log import LogReader
 from vllm_semantic_sched.sim.spans import Span
-
-_IDLE_COLOR, _IDLE_LABEL = "#c03030", "idle engine, urgency 0"
 
 _COLORS = {
     "fcfs": "#8c8c8c",
@@ -153,14 +152,33 @@ def _cut(text: str, length: int) -> str:
 
 
 def _bars(mix: str, rows: Rows) -> Iterator[Chart]:
-    titles = list(map(level_title, next(iter(rows.values())).levels))
-    for title, drawn in _PANELS.items():
-        series, colors, idle = _heights(rows, *drawn)
-        lines = []
-        if not math.isnan(idle):
-            ends = (-0.5, len(titles) - 0.5)
-            lines = [Line(_IDLE_LABEL, ends, (idle, idle), _IDLE_COLOR, dashed=True)]
-        yield grouped_bars(f"Mix {mix}: {title}", title, titles, series, colors, lines=lines)
+    """Of `_PANELS`, by level and scheduler, with the idle engine as a line."""
+    first = next(iter(rows.values()))
+    levels, colors = list(first.levels), {}
+    for place, row in enumerate(rows.values()):
+        other = _VARIANT_COLORS[place % len(_VARIANT_COLORS)]
+        colors[row.scheduler.title] = _COLORS.get(row.scheduler.name, other)
+    for title, panel in _PANELS.items():
+        series = {
+            row.scheduler.title: _heights(row.levels, levels, *panel) for row in rows.values()
+        }
+        ends, (idle,) = (-0.5, len(levels) - 0.5), _heights(first.idle_levels, ["0"], *panel)
+        line = Line("idle engine, urgency 0", ends, (idle, idle), "#c03030", dashed=True)
+        lines = [] if math.isnan(idle) else [line]
+        groups = list(map(level_title, levels))
+        yield grouped_bars(f"Mix {mix}: {title}", title, groups, series, colors, lines=lines)
+
+
+def _heights(
+    found: Mapping[str, Mapping[str, Summary]],
+    levels: Iterable[str],
+    metric: str,
+    statistic: str,
+    scale: float,
+) -> list[float]:
+    """NaN where there is none."""
+    summaries = (found[level][metric] if level in found else None for level in levels)
+    return [scale * getattr(one, statistic, math.nan) for one in summaries]
 
 
 def mix_tables(mix: str, rows: Rows) -> Iterator[Table]:
@@ -342,69 +360,49 @@ def _spans(log: Path, prefix: str) -> list[Span]:
     ]
 
 
-def _heights(
-    rows: Rows, metric: str, statistic: str, scale: float
-) -> tuple[dict[str, list[float]], dict[str, str], float]:
-    """Heights by level and the color of each scheduler, by its title, and the height of the idle
-    engine for urgency 0, from the first scheduler's rounds; NaN where there is none."""
-    first = next(iter(rows.values()))
-
-    def drawn(found: Mapping[str, Mapping[str, Summary]], levels: Iterable[str]) -> list[float]:
-        summaries = (found[level][metric] if level in found else None for level in levels)
-        return [scale * getattr(one, statistic, math.nan) for one in summaries]
-
-    heights, colors = {}, {}
-    for place, row in enumerate(rows.values()):
-        title, other = row.scheduler.title, _VARIANT_COLORS[place % len(_VARIANT_COLORS)]
-        colors[title] = _COLORS.get(row.scheduler.name, other)
-        heights[title] = drawn(row.levels, first.levels)
-    return heights, colors, drawn(first.idle_levels, ["0"])[0]
-
-
 def draw_comparison(comparison: Comparison, path: Path) -> None:
-    """Write a PNG of `_PANELS` per mix, level and scheduler, with the idle engine as a line."""
+    """Write a PNG of the page's bar charts, a column per mix."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    mixes = list(comparison.mixes)
+    mixes = comparison.mixes
     figure, axes = pyplot.subplots(
         len(_PANELS), len(mixes), figsize=(8.4 * len(mixes), 8.4), squeeze=False, sharey="row"
     )
-    for axes_row, title in zip(axes, _PANELS, strict=True):
-        for axis, mix in zip(axes_row, mixes, strict=True):
-            _draw(axis, comparison.mixes[mix], *_PANELS[title])
-            axis.set_title(f"mix {mix}: {title}", fontsize=12)
+    for column, (mix, rows) in zip(axes.T, mixes.items(), strict=True):
+        for axis, chart in zip(column, _bars(mix, rows), strict=True):
+            _draw(axis, chart)
     handles, labels = axes[0][0].get_legend_handles_labels()
     columns = min(len(labels), 3 * len(mixes))
     figure.legend(handles, labels, loc="upper center", ncols=columns, frameon=False, fontsize=11)
-    rows = math.ceil(len(labels) / columns)
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.035 * rows))
+    lines = math.ceil(len(labels) / columns)
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.035 * lines))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
-def _draw(axis: Any, rows: Rows, metric: str, statistic: str, scale: float) -> None:
+def _draw(axis: Any, chart: Chart) -> None:
     from matplotlib.ticker import LogLocator
 
-    levels = list(next(iter(rows.values())).levels)
-    series, colors, idle = _heights(rows, metric, statistic, scale)
-    width = 0.86 / len(series)
-    for place, (title, found) in enumerate(series.items()):
-        heights = [0.0 if math.isnan(height) else height for height in found]
-        offsets = [x + (place - (len(series) - 1) / 2) * width for x in range(len(levels))]
-        drawn = axis.bar(offsets, heights, width, label=title, color=colors[title])
-        labels = [f"{height:.0f}" if height >= 10 else f"{height:.2g}" for height in heights]
-        axis.bar_label(drawn, labels=labels, fontsize=7, padding=2, rotation=90)
-    if not math.isnan(idle):
-        axis.axhline(idle, color=_IDLE_COLOR, linestyle="--", linewidth=1.4, label=_IDLE_LABEL)
+    for mark in chart.marks:
+        if isinstance(mark, Line):
+            axis.plot(mark.x, mark.y, "--", color=mark.color, linewidth=1.4, label=mark.name)
+        elif isinstance(mark, Boxes):
+            spans = [(left, right - left, top) for left, right, _, top, _ in mark.boxes]
+            lefts, widths, heights = zip(*spans, strict=True) if spans else ((), (), ())
+            style = {"align": "edge", "label": mark.name, "color": mark.color}
+            drawn = axis.bar(lefts, heights, widths, **style)
+            labels = [f"{height:.0f}" if height >= 10 else f"{height:.2g}" for height in heights]
+            axis.bar_label(drawn, labels=labels, fontsize=7, padding=2, rotation=90)
+    axis.set_title(chart.title, fontsize=12)
     axis.set_yscale("log")
     axis.margins(y=0.12)
     axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter("")
-    axis.set_xticks(range(len(levels)), list(map(level_title, levels)))
+    axis.set_xticks([*chart.x_ticks], [*chart.x_ticks.values()])
     axis.grid(axis="y", alpha=0.3)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
