@@ -2,6 +2,7 @@
 
 import csv
 import json
+from pathlib import Path
 
 import pytest
 from html_pages import read_page
@@ -24,6 +25,7 @@ from vllm_semantic_sched.predict.instant import InstantReader
 from vllm_semantic_sched.predict.model import TextPredictor
 from vllm_semantic_sched.sim.datasets import split_of
 
+COMPOSITIONS = Path(__file__).parents[1] / "data/compositions"
 TABLE = (
     "text,level,output_tokens,kind\n"
     "my dad is not breathing,0,,plain\n"
@@ -268,7 +270,6 @@ def test_figures_per_answering_model(small_model, data_folder, tmp_path):
     assert report["per_model"]["B"]["n_length"] == 1
     assert report["kendall_tau"] == pytest.approx((1 + 0) / 2)
     assert report["n_length"] == 2
-    assert "| A " in (tmp_path / "report.md").read_text()
 
 
 def test_level_names_of_shipped_domains(small_model, tmp_path, capsys):
@@ -282,8 +283,9 @@ def test_level_names_of_shipped_domains(small_model, tmp_path, capsys):
     assert run("--data", table, "--output", tmp_path) == 1
     error = capsys.readouterr().err
     assert "line 2, column level" in error and "sev1" in error and "red" in error
-    assert run("--data", table, "--output", tmp_path, "--domain", "nonsense") == 1
-    assert "nonsense" in capsys.readouterr().err
+    for data in (table, COMPOSITIONS):
+        assert run("--data", data, "--output", tmp_path, "--domain", "nonsense") == 1
+        assert "nonsense" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,8 @@ def test_log_without_requests_is_unusable(tmp_path, capsys) -> None:
     assert main(["whatif", str(tmp_path / "none"), "--policy", "ems"]) == 1
     assert main(["whatif", str(path), "--policy", "no-such"]) == 2
     assert "no-such" in capsys.readouterr().err
+    assert main(["whatif", str(path), *(["--policy", "ems"] * 6)]) == 2
+    assert "6 policies; at most 5" in capsys.readouterr().err
 
 
 def test_tables_fit_100_columns_and_files_are_written(log, tmp_path, capsys) -> None:

@@ -24,7 +24,7 @@ from vllm_semantic_sched.cli.console import save_page
 from vllm_semantic_sched.lab.evaluation import examples
 from vllm_semantic_sched.lab.evaluation.bars import bars_missed, read_bars
 from vllm_semantic_sched.lab.evaluation.compositions import read_composed_set
-from vllm_semantic_sched.lab.evaluation.domain import load_domain
+from vllm_semantic_sched.lab.evaluation.domain import Domain, load_domain
 from vllm_semantic_sched.lab.report.page import markdown
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.config.estimates import Decision
@@ -82,10 +82,11 @@ def run(args: argparse.Namespace) -> int:
     # All files are read first, so that a mistake in one shows before minutes of work.
     bars = read_bars(args.bars) if args.bars else {}
     root = args.data_root or data_root()
-    sets = {path.stem: _read_set(path, args.domain) for path in args.data}
+    domain = None if args.domain is None else load_domain(args.domain)
+    sets = {path.stem: _read_set(path, domain) for path in args.data}
     for name in examples.BUILTIN_SETS if args.all else filter(None, [args.builtin]):
         sets[name] = examples.builtin_set(name, root)
-    training = [] if args.no_baselines else _training_examples(args.train, args.domain, root)
+    training = [] if args.no_baselines else _training_examples(args.train, domain, root)
     measure = measure_of(args.model, training, decision, args.threads)
     several = args.all or len(sets) > 1
     reports = {}
@@ -183,18 +184,18 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("--train and --data are the same file; the baselines would know the texts")
 
 
-def _read_set(path: Path, domain: str | None) -> examples.LabeledSet:
+def _read_set(path: Path, domain: Domain | None) -> examples.LabeledSet:
     if path.is_dir() and not any(path.glob("*.csv")):
         return read_composed_set(path)
-    return examples.read_labeled_set(path, None if domain is None else load_domain(domain))
+    return examples.read_labeled_set(path, domain)
 
 
 def _training_examples(
-    table: Path | None, domain: str | None, root: Path | None
+    table: Path | None, domain: Domain | None, root: Path | None
 ) -> list[examples.Example]:
     """The texts that the TF-IDF baselines are fitted to; empty to leave these out."""
     if table is not None:
-        return examples.read_examples(table, None if domain is None else load_domain(domain))
+        return examples.read_examples(table, domain)
     if root is None:
         print("no --train and no data folder: the TF-IDF baselines are left out", file=sys.stderr)
         return []

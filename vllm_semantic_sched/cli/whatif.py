@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_semantic_sched.cli.arguments import simulating
+from vllm_semantic_sched.cli.arguments import Failure, simulating
 from vllm_semantic_sched.cli.console import make_console, print_table, save_page
 from vllm_semantic_sched.lab.report import runs
 from vllm_semantic_sched.lab.report.content import number_text
@@ -22,7 +22,7 @@ _MOST_POLICIES = 5  # in a table of 100 columns
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("log", type=Path, metavar="FILE", help="the event log; rotated parts are read as well")
-    text = "policy to try; can be repeated"
+    text = f"policy to try; can be repeated, {_MOST_POLICIES} in all"
     add("--policy", action="append", required=True, metavar="NAME|FILE", help=text)
     text = "folder for results.csv, results.json and a page"
     add("--output", type=Path, metavar="DIR", help=text)
@@ -34,7 +34,9 @@ def run(args: argparse.Namespace) -> None:
     be read or written, 2 if the log or a policy is unusable."""
     from vllm_semantic_sched.lab.whatif import METRICS, read_log, replay
 
-    policies = {Path(name).stem: load_policy(name) for name in args.policy[:_MOST_POLICIES]}
+    if len(args.policy) > _MOST_POLICIES:
+        raise Failure(f"--policy: {len(args.policy)} policies; at most {_MOST_POLICIES}", 2)
+    policies = {Path(name).stem: load_policy(name) for name in args.policy}
     console = make_console()
     for number, log in sorted(read_log(args.log).items()):
         answer = replay(log, policies)

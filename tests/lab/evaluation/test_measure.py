@@ -91,18 +91,13 @@ class AlwaysCalm:
         return Prediction((0.0, 1.0), (1.0, 0.0))
 
 
-def test_both_readers_and_their_disagreements_are_reported():
+def test_both_readers_are_reported():
     texts = [Example("not breathing\nat all", 0), Example("a poem", 1)]
     labeled = LabeledSet("two", texts)
     found = measure.evaluate_predictor(labeled, TwoLevels(), {}, Decision(), instant=AlwaysCalm())
-    report, text = found.report, markdown(evaluation_page(found))
+    report = found.report
     assert report["accuracy"] == 1.0
     assert report["baselines"][measure.INSTANT]["accuracy"] == 0.5
-    found = report["disagreements"]
-    assert found["share"] == 0.5
-    assert found["texts"] == [
-        {"text": "not breathing at all", "level": 0, "network": 0, "instant": 1}
-    ]
+    assert f"| {measure.INSTANT}" in markdown(evaluation_page(found))
     without = measure.evaluate_predictor(labeled, TwoLevels(), {}, Decision()).report
-    assert without["disagreements"] is None and measure.INSTANT not in without["baselines"]
-    assert "not breathing at all" in text
+    assert measure.INSTANT not in without["baselines"]

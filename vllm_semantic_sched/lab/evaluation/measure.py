@@ -29,8 +29,6 @@ from vllm_semantic_sched.predict.model import TextPredictor
 INSTANT = "instant reader"
 """Its name among the baselines of a report."""
 
-_DISAGREEMENTS = 12  # listed in a report
-_EXCERPT = 100  # characters of a text in it
 _TEXTS_PER_CALL = 256
 
 RULES: tuple[str, ...] = get_args(Decision.model_fields["rule"].annotation)
@@ -106,13 +104,11 @@ def evaluate_predictor(
         **figures_of(test_set, guess, decision),
         **_level_details(test_set, guess, decision),
         "baselines": {},
-        "disagreements": None,
         "claims": None,
     }
     beside: dict[str, Guess] = {}
     if instant is not None:
-        beside[INSTANT] = other = _guess([instant.read(text) for text in texts], instant)
-        report["disagreements"] = disagreements(test_set.examples, guess, other, decision)
+        beside[INSTANT] = _guess([instant.read(text) for text in texts], instant)
     lengths = [tokens for answers in _answers(test_set) for tokens in answers.values()]
     levels = [one.level for one in test_set.examples if one.level is not None]
     guessers = {**constant_baselines(levels, lengths), **baselines}
@@ -140,28 +136,6 @@ def _level_details(test_set: LabeledSet, guess: Guess, decision: Decision) -> di
             for name, groups in (test_set.groups if truth else {}).items()
         },
     }
-
-
-def disagreements(
-    examples: Sequence[Example], network: Guess, instant: Guess, decision: Decision
-) -> dict[str, Any]:
-    """The `share` of the texts on whose level the two readers disagree, and `texts`, those with the
-    largest differences: how each begins, its `level` if labeled, and the levels by either."""
-    levels = (
-        [decide_level(row, decision) for row in one.urgency or ()] for one in (network, instant)
-    )
-    differ = [row for row in zip(examples, *levels, strict=True) if row[1] != row[2]]
-    differ.sort(key=lambda row: -abs(row[1] - row[2]))
-    texts = [
-        {
-            "text": " ".join(one.text[:_EXCERPT].split()),
-            "level": one.level,
-            "network": first,
-            "instant": second,
-        }
-        for one, first, second in differ[:_DISAGREEMENTS]
-    ]
-    return {"share": len(differ) / max(1, len(examples)), "texts": texts}
 
 
 def texts_to_read(test_set: LabeledSet, claims: bool) -> int:

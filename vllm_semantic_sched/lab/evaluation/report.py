@@ -84,11 +84,9 @@ def evaluation_page(evaluation: Evaluation) -> Page:
         header = ["the prompt", *_CLAIM_COLUMNS.values()]
         parts.append(Table("Claims about urgency", header, rows))
     if report["n_length"]:
-        parts += _length_tables(report)
+        parts.append(_length_table(report))
     if evaluation.lengths:
         parts.append(_length_chart(evaluation.lengths))
-    if report["disagreements"]:
-        parts.append(_disagreement_table(report["disagreements"]))
     sentence = f"{report['description']} Model: {report['model']}. Texts: {report['n']}."
     if report["n_level"]:
         sentence += f" Level decided by {_rule_text(report['decision'])}."
@@ -165,44 +163,20 @@ def _level_tables(report: Figures) -> Iterator[Table]:
     yield Table("Confusion matrix", header, rows)
 
 
-def _length_tables(report: Figures) -> Iterator[Table]:
-    """Figures of the predictor and the baselines, and those per answering model."""
-    named = _with_baselines(report, "n_length")
+def _length_table(report: Figures) -> Table:
+    """Figures of the predictor and the baselines."""
     title, legend = f"Output lengths (n = {report['n_length']})", _LENGTH_LEGEND
-    header = ["", *_LENGTH_COLUMNS.values()]
+    if report["per_model"]:
+        legend += " Means over the models that answered."
+    named = _with_baselines(report, "n_length")
     rows = [[name, *_cells(one, _LENGTH_COLUMNS)] for name, one in named]
-    if not report["per_model"]:
-        yield Table(title, header, rows, note=legend)
-        return
-    legend += " Means over the models that answered; each of them follows."
-    yield Table(title, header, rows, note=legend)
-    rows = []
-    for answerer, figures in report["per_model"].items():
-        found = (one["per_model"][answerer]["kendall_tau"] for _, one in named)
-        rows.append([answerer, str(figures["n_length"]), *(_figure(tau, 3) for tau in found)])
-    header = ["Kendall tau, answers of", "n", *(name for name, _ in named)]
-    yield Table("Output lengths per answering model", header, rows)
-
-
-def _disagreement_table(found: Figures) -> Table:
-    columns = ("level", "network", "instant")
-    return Table(
-        "Network and instant reader",
-        ["largest differences", "true level", "network", "instant"],
-        [[one["text"], *_cells(one, columns, 0)] for one in found["texts"]],
-        note=f"They decide on different levels for {found['share']:.1%} of the texts.",
-    )
+    return Table(title, ["", *_LENGTH_COLUMNS.values()], rows, note=legend)
 
 
 def _cells(figures: Any, columns: Iterable[Any], digits: int = 3) -> list[str]:
-    return [
-        _figure(figures[key], 0 if key == "mean_absolute_error_tokens" else digits)
-        for key in columns
-    ]
-
-
-def _figure(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+    places = {"mean_absolute_error_tokens": 0}
+    pairs = ((figures[key], places.get(key, digits)) for key in columns)
+    return ["-" if value is None else f"{value:.{places}f}" for value, places in pairs]
 
 
 def _reliability_chart(reliability: Sequence[Figures]) -> Chart:
