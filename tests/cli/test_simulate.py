@@ -42,18 +42,10 @@ def test_one_worker_and_two_write_the_same_bytes(tmp_path, capsys, monkeypatch) 
     assert len(rows) == 2 * 2 * 6
 
 
-def test_small_run_gets_a_trace(tmp_path) -> None:
-    path = _write(tmp_path)
-    command = ["simulate", "--scenario", str(path), "--output", str(tmp_path), "--quiet"]
-    assert main([*command, "--set", "workload.requests=8"]) == 0
-    assert (tmp_path / "trace-0-semantic.json").is_file()
-
-
 def test_page_has_every_metric_and_the_seats_of_large_runs_too(tmp_path) -> None:
     path = _write(tmp_path, schedulers={"FCFS": {"policy": "fcfs"}, "mine": {"policy": "ems"}})
     command = ["simulate", "--scenario", str(path), "--output", str(tmp_path), "--quiet"]
     assert main([*command, "--set", "workload.requests=300"]) == 0
-    assert not list(tmp_path.glob("trace-*.json"))
     page = read_page(tmp_path / "report.html")
     header, *rows = page.tables["All metrics"]
     assert [row[:2] for row in rows if row[1] == "all"] == [["FCFS", "all"], ["mine", "all"]]

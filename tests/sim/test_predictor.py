@@ -39,8 +39,8 @@ def test_perfect_predictor_gives_the_true_level(scenario) -> None:
 
 
 def test_bucket_means_are_those_of_the_answers() -> None:
-    buckets = make_buckets(PredictorModel(bucket_edges=(10, 100)), [4, 6, 20, 40, 400])
-    assert buckets.means == (5.0, 30.0, 400.0)
+    buckets = make_buckets(PredictorModel(buckets=3), [4, 6, 20, 89])
+    assert (buckets.edges, buckets.means) == ((30, 60), (10.0, 45.0, 89.0))  # nobody in the second
     assert len(make_buckets(PredictorModel(buckets=5), list(range(1, 500))).means) == 5
 
 

@@ -42,7 +42,6 @@ def test_scenarios_of_the_paper_are_shipped() -> None:
         ("sweep", [{"seed": [1, 2], "repeats": [1]}], ["sweep", "seed", "equally many"]),
         ("sweep", [{"engine.sets": [1]}], ["engine.sets", "'seats'"]),
         ("predictor.confusion", [[1.0]] * 5, ["predictor.confusion", "1 entries"]),
-        ("predictor.confusion_report", "no.json", ["predictor.confusion_report", "no.json"]),
     ],
 )
 def test_invalid_scenarios_are_rejected_with_the_key(field, value, words) -> None:
@@ -66,13 +65,6 @@ def test_sweep_runs_all_combinations_of_its_axes() -> None:
     ]
     assert [one.policies["semantic"].length.calibrate for one in found] == [True, False] * 2
     assert found[0].point == {"seed": 1, "engine.seats": 3, "overrides.length.calibrate": True}
-
-
-def test_confusion_matrix_is_read_from_an_evaluation_report(tmp_path) -> None:
-    path = tmp_path / "report.json"
-    path.write_text(json.dumps({"confusion": [[9, 1, 0, 0, 0]] * 5}))
-    found = parse_scenarios(SMALL, "my.yaml", {"predictor.confusion_report": str(path)})
-    assert found[0].settings.predictor.confusion[0] == (9, 1, 0, 0, 0)
 
 
 def test_trace_is_replayed(tmp_path, scenario) -> None:

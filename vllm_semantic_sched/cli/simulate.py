@@ -20,8 +20,6 @@ from vllm_semantic_sched.sim.runner import Cell, cells_of, mapped, run_task, tas
 from vllm_semantic_sched.sim.scenario import Scenario, load_scenarios
 from vllm_semantic_sched.sim.sections import Settings
 
-_MOST_CHARTS = 12  # Gantt charts and queue depths per call
-_MOST_ROWS = 60  # requests in a Gantt chart that can be read as a picture
 _ALWAYS_SHOWN = (
     "ttft_p99", "normalized_waiting", "tokens_per_second", "preemptions_per_minute",
     "slo_met", "refused", "finish_order_violations",
@@ -64,10 +62,6 @@ def run(args: argparse.Namespace) -> None:
     totals = {name.replace("_", "\n"): (ALL, name) for name in _ALWAYS_SHOWN if name != args.metric}
     console.print(_table(cells, "all levels", totals))
     written = runs.write_results(args.output, settings, cells)
-    small = [cell for cell in cells if cell.spans and cell.levels[ALL]["count"] <= _MOST_ROWS]
-    for number, cell in enumerate(small[:_MOST_CHARTS]):
-        written.append(args.output / f"trace-{number}-{cell.scheduler}.json")
-        runs.write_trace(written[-1], cell)
     written += save_page(runs.simulation_page(settings, cells, args.metric), args.output)
     console.print("written: " + " ".join(map(str, written)), soft_wrap=True)
 

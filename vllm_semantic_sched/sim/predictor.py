@@ -89,11 +89,8 @@ def make_buckets(model: PredictorModel, lengths: Sequence[int] | np.ndarray) -> 
     """Length buckets of a predictor that was trained on these answers. The mean of a bucket is
     that of the answers in it, or its middle if there are none."""
     longest = int(max(lengths, default=1))
-    if model.bucket_edges:
-        edges = list(model.bucket_edges)
-    else:
-        wanted = np.rint(np.arange(1, model.buckets) * (longest + 1) / model.buckets)
-        edges = sorted({max(1, int(edge)) for edge in wanted})
+    wanted = np.rint(np.arange(1, model.buckets) * (longest + 1) / model.buckets)
+    edges = sorted({max(1, int(edge)) for edge in wanted})
     values = np.asarray(lengths, dtype=float)
     places = np.searchsorted(edges, values, side="right")
     lows, highs = [0, *edges], [*edges, max(longest, edges[-1] if edges else 0) + 1]

@@ -14,7 +14,7 @@ from vllm_semantic_sched.policy.facts.files import read_config
 from vllm_semantic_sched.policy.facts.section import PolicyError, parse_section
 from vllm_semantic_sched.policy.facts.tiers import Slo
 from vllm_semantic_sched.policy.profile.formula import EngineProfile, load_profile
-from vllm_semantic_sched.sim.sections import PredictorModel, Settings
+from vllm_semantic_sched.sim.sections import Settings
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,7 @@ def _cell(data: dict[str, Any], point: dict[str, Any], source: str) -> Scenario:
     levels = {policy.levels for policy in policies.values()}
     if len(levels) > 1:
         raise PolicyError(f"{source}: schedulers: policies disagree on levels: {sorted(levels)}")
-    confusion = _confusion(settings.predictor, source)
-    predictor = settings.predictor.model_copy(update={"confusion": confusion})
-    settings = settings.model_copy(update={"predictor": predictor})
+    confusion = settings.predictor.confusion
     by_level: list[tuple[str, Sequence[object]]] = [
         ("workload.mix", settings.workload.mix),
         ("slos", settings.slos),
@@ -113,19 +111,6 @@ def _cell(data: dict[str, Any], point: dict[str, Any], source: str) -> Scenario:
     profile = load_profile(engine.profile)
     assumed = load_profile(engine.assumed_profile) if engine.assumed_profile else profile
     return Scenario(point, settings, profile, assumed, policies)
-
-
-def _confusion(model: PredictorModel, source: str) -> tuple[tuple[float, ...], ...]:
-    if model.confusion_report is None:
-        return model.confusion
-    try:
-        report = json.loads(Path(model.confusion_report).expanduser().read_text("utf-8"))
-        return tuple(tuple(float(count) for count in row) for row in report["confusion"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PolicyError(
-            f"{source}: predictor.confusion_report: {model.confusion_report!r} holds no confusion "
-            f"matrix: {error}"
-        ) from error
 
 
 def _policy(name: str, content: dict[str, Any], settings: Settings, source: str) -> Policy:

@@ -15,16 +15,14 @@ _LENGTH_NEEDS = {
     "constant": ("value",),
     "uniform": ("low", "high"),
     "lognormal": ("median", "sigma"),
-    "empirical": ("values",),
 }
 
 
 class Lengths(Section):
     """A distribution of lengths in tokens, at least 1."""
 
-    kind: Literal["constant", "uniform", "lognormal", "empirical"] = "constant"
-    """`constant` (value), `uniform` (low to high, both included), `lognormal` (median, sigma) or
-    `empirical` (values, all equally likely)."""
+    kind: Literal["constant", "uniform", "lognormal"] = "constant"
+    """`constant` (value), `uniform` (low to high, both included) or `lognormal` (median, sigma)."""
     value: int | None = Field(None, ge=1)
     """`constant`: tokens."""
     low: int | None = Field(None, ge=1)
@@ -35,14 +33,12 @@ class Lengths(Section):
     """`lognormal`: median in tokens."""
     sigma: float | None = Field(None, ge=0)
     """`lognormal`: spread of the logarithm."""
-    values: tuple[int, ...] = ()
-    """`empirical`: observed lengths."""
     most: int = Field(8192, ge=1)
     """Longer lengths are cut to this."""
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        missing = [name for name in _LENGTH_NEEDS[self.kind] if getattr(self, name) in (None, ())]
+        missing = [name for name in _LENGTH_NEEDS[self.kind] if getattr(self, name) is None]
         if missing:
             raise ValueError(f"lengths of kind {self.kind} need {' and '.join(missing)}")
         if self.low is not None and self.high is not None and self.low > self.high:
@@ -122,17 +118,14 @@ class PredictorModel(Section):
     the error rate holds at the ends as well. `clipped`: it stops at the end, so half the mistakes
     about the most urgent level vanish."""
     confusion: tuple[tuple[float, ...], ...] = ()
-    """Instead of `urgency_error`: per true level, weights of predicted levels."""
-    confusion_report: str | None = None
-    """Instead of `confusion`: a report.json of `semsched evaluate`."""
+    """Instead of `urgency_error`: per true level, weights of predicted levels, as in a report.json
+    of `semsched evaluate`."""
     instant_error: float | None = Field(None, ge=0, lt=1)
     """Error rate of the instant reader, for level and length bucket, like `urgency_error`. Its
     provisional prediction gives a class the probability 1 - this, and shares the rest among the
     others. Unset: none, requests wait for the predictor."""
     buckets: int = Field(5, ge=1)
     """Number of output-length buckets, of equal width."""
-    bucket_edges: tuple[int, ...] = ()
-    """Instead of `buckets`: their inner edges in tokens."""
     hold: bool = False
     """Queue a request only after its prediction, as the authors' simulator does. Otherwise it may
     run at the default level before that, as in the engine."""

@@ -120,8 +120,6 @@ def _draw_lengths(model: Lengths, count: int, rng: np.random.Generator) -> np.nd
     elif model.kind == "lognormal":
         assert model.median is not None and model.sigma is not None
         lengths = np.rint(rng.lognormal(np.log(model.median), model.sigma, count)).astype(int)
-    elif model.kind == "empirical":
-        lengths = rng.choice(np.array(model.values), count)
     else:
         lengths = np.full(count, model.value)
     return np.clip(lengths, 1, model.most)

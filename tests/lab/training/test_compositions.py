@@ -18,7 +18,6 @@ PARTS = Parts(
     answers=("no",),
     assistant=("Is he awake?",),
     small_talk=("how are you",),
-    replies=("Fine.",),
     systems=("You are a dispatcher.",),
     chats=(("4 hello", "0 my father fell down", "0 no", "4 he is fine again"),),
 )

@@ -27,7 +27,6 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_semantic_sched.engine.vllm_api.capabilities import active_workarounds
 from vllm_semantic_sched.engine.vllm_api.channels import *
 from vllm_semantic_sched.engine.vllm_api.kv_cache import *
 from vllm_semantic_sched.engine.vllm_api.scheduling import *

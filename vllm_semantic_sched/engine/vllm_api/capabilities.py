@@ -54,8 +54,3 @@ REQUEST_ERROR: Any = getattr(vllm.outputs, "RequestError", None)
 
 HOOKS = find_hooks(Scheduler, EngineCore, SchedulerStats, EngineCoreOutput, REQUEST_ERROR)
 """Of the installed vLLM."""
-
-
-def active_workarounds() -> list[str]:
-    """The hooks that vLLM lacks, by the names in `Hooks`."""
-    return [name for name, there in HOOKS._asdict().items() if not there]

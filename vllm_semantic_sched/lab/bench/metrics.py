@@ -19,13 +19,12 @@ MARGIN_LIMIT = 1e-4
 @dataclass(frozen=True)
 class IdleModel:
     """E2E latency of a request alone on the engine, in seconds and seconds per token, at least
-    `floor`, the shortest that was measured. `error`: median relative residual of the fit."""
+    `floor`, the shortest that was measured."""
 
     base: float
     per_prompt_token: float
     per_output_token: float
     floor: float
-    error: float
 
     def seconds(self, prompt_tokens: int, output_tokens: int) -> float:
         line = self.per_prompt_token * prompt_tokens + self.per_output_token * output_tokens
@@ -41,9 +40,8 @@ def fit_idle(records: Sequence[Record]) -> IdleModel | None:
     design = np.array([(1.0, one.prompt_tokens, one.output_tokens) for one in done])
     # Noise must not make a coefficient negative, which would shorten longer requests.
     coefficients, _ = nnls(design, measured)
-    error = float(np.median(np.abs(design @ coefficients - measured) / measured))
     base, per_prompt, per_output = coefficients.tolist()
-    return IdleModel(base, per_prompt, per_output, float(measured.min()), error)
+    return IdleModel(base, per_prompt, per_output, float(measured.min()))
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from vllm_semantic_sched.operate.event_log import LogReader
 from vllm_semantic_sched.sim.metrics import ALL, METRICS
 from vllm_semantic_sched.sim.runner import Cell
 from vllm_semantic_sched.sim.sections import Settings
-from vllm_semantic_sched.sim.spans import Span, chrome_trace, level_color
+from vllm_semantic_sched.sim.spans import Span, level_color
 
 _MOST_CELLS = 6  # with charts over time
 _MOST_POINTS = 2000  # of a line
@@ -84,15 +84,6 @@ def write_table(
         csv.writer(file, lineterminator="\n").writerows(rows)
     facts.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return [table, facts]
-
-
-def write_trace(path: Path, cell: Cell) -> None:
-    """Write the seats of all requests and the queue depth as a Chrome trace."""
-    depths = [
-        (time, {f"urgency {level}": count for level, count in enumerate(counts)})
-        for time, counts in cell.depth
-    ]
-    path.write_text(json.dumps(chrome_trace(cell.spans, depths)) + "\n", encoding="utf-8")
 
 
 def simulation_page(settings: Settings, cells: Sequence[Cell], metric: str) -> Page:

@@ -104,7 +104,6 @@ class Parts(Section):
     answers: _Texts  # user turns within one that say nothing by themselves
     assistant: _Texts  # an assistant's turns within one
     small_talk: _Texts  # everyday user turns
-    replies: _Texts  # an assistant's answers to these
     systems: _Texts  # system prompts
     chats: tuple[tuple[_Turn, ...], ...]  # user turns, oldest first, each after its level and " "
 
