@@ -11,7 +11,7 @@ from vllm_semantic_sched.predict.corrections import append
 
 def test_better_thresholds_are_written_as_a_policy(tmp_path, capsys, monkeypatch) -> None:
     # The fit itself is tested elsewhere.
-    monkeypatch.setattr("vllm_semantic_sched.lab.training.calibration._RESAMPLES", 5)
+    monkeypatch.setattr("vllm_semantic_sched.lab.training.thresholds._RESAMPLES", 5)
     path, output = tmp_path / "corrections.jsonl", tmp_path / "new.yaml"
     for number, one in enumerate(corrections(300, seed=1, shift=1.2)):
         append(path, one._replace(sampled=number % 2 == 0))

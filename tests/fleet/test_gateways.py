@@ -1,13 +1,15 @@
 """Fields for gateways: documented names and directions."""
 
+from pathlib import Path
+
 import pytest
+import yaml
 
 from vllm_semantic_sched.fleet.gateways import (
     GATEWAYS,
     dynamo_fields,
     litellm_fields,
     llm_d_fields,
-    llm_d_objective,
     smg_fields,
 )
 from vllm_semantic_sched.policy.config import load_policy, parse_policy
@@ -15,6 +17,7 @@ from vllm_semantic_sched.policy.estimates.decision import read_hints
 
 POLICY = parse_policy({"levels": 5, "default_level": 2})
 LEVELS = range(5)
+OBJECTIVES = Path(__file__).parents[2] / "configs/deploy/kubernetes/llm-d-objectives.yaml"
 
 
 def test_litellm_sends_the_urgency_that_vllm_reads() -> None:
@@ -27,16 +30,15 @@ def test_litellm_sends_the_urgency_that_vllm_reads() -> None:
 
 def test_llm_d_names_an_objective_whose_priority_falls_with_the_level() -> None:
     priorities = []
-    for level in LEVELS:
-        objective = llm_d_objective(POLICY, level, "pool")
+    manifests = list(yaml.safe_load_all(OBJECTIVES.read_text()))
+    for level, objective in zip(LEVELS, manifests, strict=True):
         assert objective["kind"] == "InferenceObjective"
-        assert objective["spec"]["poolRef"] == {"name": "pool"}
         sent = llm_d_fields(POLICY, level, 1.0)
         assert sent.headers == {"x-llm-d-inference-objective": objective["metadata"]["name"]}
         assert sent.body == {}
         priorities.append(objective["spec"]["priority"])
     # Higher first; negative is sheddable.
-    assert priorities == [2, 1, 0, -1, -2]
+    assert priorities == [POLICY.default_level - level for level in LEVELS]
 
 
 def test_llm_d_gets_the_promises_of_the_tier_in_milliseconds() -> None:

@@ -20,25 +20,14 @@ def litellm_fields(policy: Policy, level: int, tokens: float) -> GatewayFields:
 
 
 def llm_d_fields(policy: Policy, level: int, tokens: float) -> GatewayFields:
-    """llm-d router (Gateway API Inference Extension): the name of an InferenceObjective, see
-    `llm_d_objective`, and the promises of the tier in milliseconds."""
+    """llm-d router (Gateway API Inference Extension): the name of an InferenceObjective, as in
+    configs/deploy/kubernetes/llm-d-objectives.yaml, and the tier's promises in milliseconds."""
     slo = policy.all_tiers[level].slo
-    headers = {"x-llm-d-inference-objective": _objective_name(level)}
+    headers = {"x-llm-d-inference-objective": f"urgency-{level}"}
     for name, seconds in (("ttft", slo.ttft), ("tpot", slo.tpot)):
         if seconds is not None:
             headers[f"x-llm-d-slo-{name}-ms"] = str(round(seconds * 1000))
     return GatewayFields(headers, {})
-
-
-def llm_d_objective(policy: Policy, level: int, pool: str) -> dict[str, Any]:
-    """The InferenceObjective of a level for an InferencePool, as a Kubernetes manifest. llm-d
-    serves higher priorities first and sheds negative ones: levels after the default level."""
-    return {
-        "apiVersion": "inference.networking.x-k8s.io/v1alpha2",
-        "kind": "InferenceObjective",
-        "metadata": {"name": _objective_name(level)},
-        "spec": {"priority": policy.default_level - level, "poolRef": {"name": pool}},
-    }
 
 
 def dynamo_fields(policy: Policy, level: int, tokens: float) -> GatewayFields:
@@ -65,7 +54,3 @@ GATEWAYS: dict[str, Callable[[Policy, int, float], GatewayFields]] = {
     "dynamo": dynamo_fields,
     "smg": smg_fields,
 }
-
-
-def _objective_name(level: int) -> str:
-    return f"urgency-{level}"

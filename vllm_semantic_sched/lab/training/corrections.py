@@ -8,7 +8,7 @@ import numpy
 from scipy.stats import beta
 
 from vllm_semantic_sched.lab.evaluation.metrics import disagreement, mean, quadratic_weighted_kappa
-from vllm_semantic_sched.lab.training.calibration import fitted_thresholds
+from vllm_semantic_sched.lab.training.thresholds import fitted_thresholds
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import decide_level
 from vllm_semantic_sched.predict.corrections import Correction
