@@ -1,13 +1,13 @@
 """Each system of the source documents has code, a policy or scenario, a test and a measurement."""
 
 import re
-from pathlib import Path
 
 import pytest
 from test_documentation import DOCS, ROOT, anchors_of
 
 from vllm_semantic_sched.policy.facts.files import shipped_names
 
+MEASUREMENTS = DOCS / "measurements"
 IDS = [
     *(f"P{number}" for number in range(1, 11)),
     *(f"S{number}" for number in range(1, 11)),
@@ -16,7 +16,7 @@ IDS = [
 ]
 ROWS = {
     cells[0]: cells
-    for line in (DOCS / "coverage.md").read_text("utf-8").splitlines()
+    for line in (MEASUREMENTS / "coverage.md").read_text("utf-8").splitlines()
     if re.match(r"\| [PSOI]\d+ \|", line)
     for cells in [line.strip("| ").split(" | ")]
 }
@@ -36,5 +36,5 @@ def test_every_cell_names_something_that_exists(name: str) -> None:
     module, function = test.strip("`").split("::")
     assert f"\ndef {function}(" in (ROOT / module).read_text("utf-8"), test
     page, _, anchor = re.fullmatch(r"\[.+\]\((.+)\)", measured)[1].partition("#")
-    path = Path(DOCS / page)
+    path = MEASUREMENTS / page
     assert path.is_file() and (not anchor or anchor in anchors_of(path)), measured

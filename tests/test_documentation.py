@@ -32,7 +32,12 @@ DOCS = ROOT / "docs"
 GENERATED = DOCS / "measurements" / "predictor-report"
 PAGES = [
     page
-    for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md")), *ROOT.glob("scripts/**/*.md"))
+    for page in (
+        ROOT / "README.md",
+        ROOT / "SECURITY.md",
+        *sorted(DOCS.rglob("*.md")),
+        *ROOT.glob("scripts/**/*.md"),
+    )
     if GENERATED not in page.parents
 ]
 FOLDERS = "scripts|configs|tests|docs|patches|policy|predict|engine|sim|bench|cli|admin"
@@ -109,6 +114,14 @@ def test_every_page_is_reachable_from_readme() -> None:
 def numbers_in(text: str) -> list[str]:
     """Whole and decimal numbers that are not part of a word."""
     return re.findall(r"(?<![\w.])\d+(?:\.\d+)?", text)
+
+
+def test_documentation_stays_short() -> None:
+    """Without the measurements: what somebody reads who is new here."""
+    pages = list(DOCS.glob("*.md"))
+    assert len(pages) <= 10
+    assert sum(len(text_of(page).split()) for page in pages) <= 15_000
+    assert len(text_of(ROOT / "README.md").splitlines()) <= 80
 
 
 def test_readme_figures_match_the_measurements() -> None:
