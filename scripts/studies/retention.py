@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import yaml
 from common import Target, main, missed, print_targets
 
-from vllm_semantic_sched.cli import comparison, report
+from vllm_semantic_sched.cli import comparison
 from vllm_semantic_sched.cli.console import make_console
 from vllm_semantic_sched.lab.bench.client import Progress
 from vllm_semantic_sched.lab.bench.compare import compare
@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
     console = make_console()
     found = compare(plan, vars(args), Progress(not args.quiet))
     rows = found.mixes[args.mix]
-    report.print_mix(console, args.mix, rows)
+    comparison.print_mix(console, args.mix, rows)
     for line in describe(rows):
         console.print(line, soft_wrap=True)
     targets = check(rows)

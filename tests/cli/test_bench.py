@@ -14,7 +14,7 @@ from fake_results import (
 )
 from rich.console import Console
 
-from vllm_semantic_sched.cli import comparison, main, report
+from vllm_semantic_sched.cli import comparison, main
 from vllm_semantic_sched.lab.bench import overhead
 from vllm_semantic_sched.lab.bench.results import Round
 from vllm_semantic_sched.lab.bench.schedulers import NAMES, parse_schedulers
@@ -34,7 +34,7 @@ def row_of(text: str, title: str) -> list[str]:
 
 def test_each_level_has_a_table_with_a_row_per_scheduler(screen):
     made = fake_comparison(WORKLOAD, dict.fromkeys(NAMES, 0.1))
-    report.print_mix(screen, "even", made.mixes["even"])
+    comparison.print_mix(screen, "even", made.mixes["even"])
     text = screen.file.getvalue()
     assert all(f"urgency {level}" in text for level in range(5))
     assert text.count("Semantic (text)") == 10  # rounds, totals, order, five levels, all, misread
@@ -63,7 +63,7 @@ def test_tables_fit_100_columns(screen):
     for name in names:
         for number in (1, 2):
             add_fake_round(made, workload, name, 12.34, number, usage=usage)
-    report.print_mix(screen, "even", made.mixes["even"])
+    comparison.print_mix(screen, "even", made.mixes["even"])
     lines = screen.file.getvalue().splitlines()
     lines = [line for line in lines if "answer lengths" not in line]
     assert any("Jain's index" in line for line in lines)
@@ -75,7 +75,7 @@ def test_rounds_are_all_shown_with_their_use(screen):
     made = fake_comparison(WORKLOAD, {})
     for number, (pace, steal) in enumerate(((0.1, 0.5), (0.3, 0.0), (0.2, 0.02)), start=1):
         add_fake_round(made, WORKLOAD, "fcfs", pace, number, usage=fake_usage(steal))
-    report.print_mix(screen, "even", made.mixes["even"])
+    comparison.print_mix(screen, "even", made.mixes["even"])
     lines = [line.split() for line in screen.file.getvalue().splitlines()]
     shown = [(*line[2:4], " ".join(line[11:])) for line in lines if line[:2] == ["vLLM", "FCFS"]]
     assert shown[:3] == [("1", "50.0", "noisy"), ("2", "0.0", "best p99"), ("3", "2.0", "p99")]
@@ -83,7 +83,7 @@ def test_rounds_are_all_shown_with_their_use(screen):
 
 def test_idle_engine_has_a_row_for_urgency_0(screen):
     made = fake_comparison(WORKLOAD, {"fcfs": 0.2})
-    report.print_mix(screen, "even", made.mixes["even"])
+    comparison.print_mix(screen, "even", made.mixes["even"])
     idle = row_of(screen.file.getvalue(), "idle engine")
     assert idle[2:5] == ["0.050", "0.050", "0.050"]
     assert "4.000" in screen.file.getvalue()  # FCFS over idle
@@ -95,7 +95,7 @@ def test_misread_requests_are_printed(screen):
     urgent = next(record for record in records if record.level == 0)
     urgent.read_level = 3
     made.add(parse_schedulers("semantic", None)[0], WORKLOAD, Round(1, records))
-    report.print_mix(screen, "even", made.mixes["even"])
+    comparison.print_mix(screen, "even", made.mixes["even"])
     text = screen.file.getvalue()
     assert "1 of urgency 0 read as less urgent" in text
     assert WORKLOAD.requests[urgent.index].text[:40] in text

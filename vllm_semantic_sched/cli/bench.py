@@ -80,7 +80,6 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_comparison(args: argparse.Namespace) -> int:
     """Return 1 if a request failed or an output differs."""
-    from vllm_semantic_sched.cli import report
     from vllm_semantic_sched.lab.bench.client import Progress
     from vllm_semantic_sched.lab.bench.compare import compare
     from vllm_semantic_sched.lab.bench.page import comparison_page, draw_comparison
@@ -95,8 +94,8 @@ def _run_comparison(args: argparse.Namespace) -> int:
     found = compare(plan, vars(args), Progress(not args.quiet))
     for mix, rows in found.mixes.items():
         if args.detail:
-            report.print_mix(console, mix, rows)
-        report.print_summary(console, mix, rows)
+            comparison.print_mix(console, mix, rows)
+        comparison.print_summary(console, mix, rows)
     picture = plan.output / "comparison.png"
     draw_comparison(found, picture)
     written = save_page(comparison_page(found, plan.output), plan.output)

@@ -32,7 +32,6 @@ from vllm_semantic_sched.sim.datasets import data_root
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.lab.evaluation.baselines import Guesser
-    from vllm_semantic_sched.lab.evaluation.measure import Evaluation
 
 _SUMMARY = "summary.md"
 _COMPOSED = ("compositions", "conversations")  # sets of tests/data, beside the messages alone
@@ -110,7 +109,7 @@ def measure_of(
     decision: Decision,
     threads: int = 1,
     beside: Mapping[str, Guesser] | None = None,
-) -> Callable[..., Evaluation]:
+) -> Callable[..., dict[str, Any]]:
     """`evaluate_predictor` of a model, `beside` other ones and the TF-IDF baselines. Fits these to
     `training` and prints that this takes time."""
     from vllm_semantic_sched.lab.evaluation.baselines import tfidf_baselines
@@ -133,7 +132,7 @@ def measure_of(
 
 def report_on(
     labeled: examples.LabeledSet,
-    measure: Callable[..., Evaluation],
+    measure: Callable[..., dict[str, Any]],
     output: Path,
     claims: bool = False,
 ) -> dict[str, Any]:
@@ -144,16 +143,16 @@ def report_on(
 
     total = texts_to_read(labeled, claims)
     with tqdm(total=total, desc=labeled.name, unit="text", disable=None) as bar:
-        evaluation = measure(labeled, claims=claims, advanced=bar.update)
-    page = evaluation_page(evaluation)
+        report = measure(labeled, claims=claims, advanced=bar.update)
+    page = evaluation_page(report)
     text = markdown(page)
     output.mkdir(parents=True, exist_ok=True)
-    document = json.dumps(evaluation.report, indent=2) + "\n"
+    document = json.dumps(report, indent=2) + "\n"
     (output / "report.json").write_text(document, encoding="utf-8")
     (output / "report.md").write_text(text, encoding="utf-8")
     print(text)
     save_page(page, output)
-    return evaluation.report
+    return report
 
 
 def _summarize(reports: Mapping[str, dict[str, Any]], output: Path) -> None:

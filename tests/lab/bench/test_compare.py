@@ -20,7 +20,7 @@ from fake_results import (
 )
 from rich.console import Console
 
-from vllm_semantic_sched.cli.report import print_summary
+from vllm_semantic_sched.cli.comparison import print_summary
 from vllm_semantic_sched.lab.bench import compare as comparing
 from vllm_semantic_sched.lab.bench.client import LoadClient, Progress, Record
 from vllm_semantic_sched.lab.bench.compare import RunPlan, compare, idle_sample

@@ -64,10 +64,9 @@ class Urgent(TwoLevels):
 def test_a_model_without_lengths():
     labeled = LabeledSet("x", [Example("a", 1, 5), Example("b", None, 9)])
     result = measure.evaluate_predictor(labeled, Urgent(), {}, Decision())
-    assert result.lengths == []
-    assert (result.report["n_level"], result.report["n_length"]) == (1, 0)
-    assert result.report["kendall_tau"] is None
-    assert set(result.report["baselines"]) == {MAJORITY, MEDIAN}
+    assert (result["n_level"], result["n_length"]) == (1, 0)
+    assert result["kendall_tau"] is None
+    assert set(result["baselines"]) == {MAJORITY, MEDIAN}
 
 
 def test_all_texts_to_read_are_announced():
@@ -94,10 +93,9 @@ class AlwaysCalm:
 def test_both_readers_are_reported():
     texts = [Example("not breathing\nat all", 0), Example("a poem", 1)]
     labeled = LabeledSet("two", texts)
-    found = measure.evaluate_predictor(labeled, TwoLevels(), {}, Decision(), instant=AlwaysCalm())
-    report = found.report
+    report = measure.evaluate_predictor(labeled, TwoLevels(), {}, Decision(), instant=AlwaysCalm())
     assert report["accuracy"] == 1.0
     assert report["baselines"][measure.INSTANT]["accuracy"] == 0.5
-    assert f"| {measure.INSTANT}" in markdown(evaluation_page(found))
-    without = measure.evaluate_predictor(labeled, TwoLevels(), {}, Decision()).report
+    assert f"| {measure.INSTANT}" in markdown(evaluation_page(report))
+    without = measure.evaluate_predictor(labeled, TwoLevels(), {}, Decision())
     assert measure.INSTANT not in without["baselines"]

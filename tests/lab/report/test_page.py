@@ -30,7 +30,6 @@ CHART = Chart(
         Points("points", [(0.5, 1.25, ATTACK)], "#00ff00"),
         Boxes("boxes", [(0.0, 0.75, 0.0, 1.0, "a box")], "#0000ff"),
     ],
-    log_x=True,
     x_ticks={1.0: "one"},
 )
 

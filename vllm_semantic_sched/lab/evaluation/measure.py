@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import yaml
 
@@ -46,15 +46,6 @@ Advanced = Callable[[int], object]
 """Called with the number of texts read since its last call."""
 
 
-class Evaluation(NamedTuple):
-    """A model on one test set: the figures, ready for JSON, with None where the set lacks the label
-    or the model does not predict it; and (true, predicted) output tokens of each text with a
-    length, the true ones means where several models answered."""
-
-    report: dict[str, Any]
-    lengths: Sequence[tuple[float, float]]
-
-
 def model_guesser(predictor: TextPredictor, advanced: Advanced = lambda count: None) -> Guesser:
     """The predictor in the form that `evaluate_predictor` takes. A model of fewer than five levels
     gives the missing, least urgent ones probability 0."""
@@ -90,9 +81,10 @@ def evaluate_predictor(
     instant: InstantReader | None = None,
     claims: bool = False,
     advanced: Advanced = lambda count: None,
-) -> Evaluation:
+) -> dict[str, Any]:
     """Figures of the predictor, of its instant reader and of each baseline, the constant ones
-    included. With `claims` the texts are read once more with claims about their urgency."""
+    included, ready for JSON; None where the set lacks the label or the model does not predict it.
+    With `claims` the texts are read once more with claims about their urgency."""
     guesser = model_guesser(predictor, advanced)
     texts = [example.text for example in test_set.examples]
     guess = guesser(texts)
@@ -120,7 +112,7 @@ def evaluate_predictor(
     if claims:
         languages = test_set.groups.get("language")
         report["claims"] = claim_figures(test_set.examples, guesser, decision, languages)
-    return Evaluation(report, _lengths(test_set, guess))
+    return report
 
 
 def _level_details(test_set: LabeledSet, guess: Guess, decision: Decision) -> dict[str, Any]:
@@ -181,13 +173,6 @@ def _length_part(test_set: LabeledSet, guess: Guess) -> dict[str, Any]:
         return {**per_model.popitem()[1], "per_model": None}
     means = {key: fmean(one[key] for one in per_model.values()) for key in _NO_LENGTHS}
     return means | {"n_length": sum(map(bool, answers)), "per_model": per_model}
-
-
-def _lengths(test_set: LabeledSet, guess: Guess) -> list[tuple[float, float]]:
-    if guess.tokens is None:
-        return []
-    pairs = zip(_answers(test_set), guess.tokens, strict=True)
-    return [(fmean(answers.values()), tokens) for answers, tokens in pairs if answers]
 
 
 def _answers(test_set: LabeledSet) -> Sequence[Mapping[str, int]]:

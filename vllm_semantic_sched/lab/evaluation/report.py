@@ -3,19 +3,17 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_semantic_sched.lab.evaluation.measure import RULES, Evaluation
+from vllm_semantic_sched.lab.evaluation.measure import RULES
 from vllm_semantic_sched.lab.report.content import (
     SERIES_COLORS,
     Boxes,
     Chart,
     Line,
     Page,
-    Points,
     Table,
     python_and_versions,
 )
 
-_MOST_POINTS = 3000
 _MODEL = "predictor"
 _LEVEL_COLUMNS = {
     "accuracy": "accuracy",
@@ -65,8 +63,7 @@ _LENGTH_LEGEND = (
 Figures = Mapping[str, Any]
 
 
-def evaluation_page(evaluation: Evaluation) -> Page:
-    report = evaluation.report
+def evaluation_page(report: Figures) -> Page:
     parts: list[Table | Chart] = []
     if report["n_level"]:
         parts += _level_tables(report)
@@ -85,8 +82,6 @@ def evaluation_page(evaluation: Evaluation) -> Page:
         parts.append(Table("Claims about urgency", header, rows))
     if report["n_length"]:
         parts.append(_length_table(report))
-    if evaluation.lengths:
-        parts.append(_length_chart(evaluation.lengths))
     sentence = f"{report['description']} Model: {report['model']}. Texts: {report['n']}."
     if report["n_level"]:
         sentence += f" Level decided by {_rule_text(report['decision'])}."
@@ -197,22 +192,4 @@ def _reliability_chart(reliability: Sequence[Figures]) -> Chart:
             Line("calibrated", (0, 1), (0, 1), "#808080", dashed=True),
             Line("predictor", confidence, accuracy, SERIES_COLORS[0]),
         ],
-    )
-
-
-def _length_chart(lengths: Sequence[tuple[float, float]]) -> Chart:
-    """Predicted against true output lengths in tokens, at most `_MOST_POINTS` texts."""
-    shown = lengths[:_MOST_POINTS]
-    ends = min(map(min, shown)), max(map(max, shown))
-    points = [(a, b, f"true {a:.0f}, predicted {b:.0f}") for a, b in shown]
-    texts = Points("text", points, SERIES_COLORS[0])
-    left_out = len(lengths) > len(shown)
-    return Chart(
-        "Output lengths",
-        "true output tokens",
-        "predicted output tokens",
-        [texts, Line("equal", ends, ends, "#808080", dashed=True)],
-        note=f"The first {len(shown)} of {len(lengths)} texts." if left_out else "",
-        log_x=True,
-        log_y=True,
     )

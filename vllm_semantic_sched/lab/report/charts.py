@@ -1,7 +1,7 @@
 """Charts drawn with Bokeh, as the JSON from which its script draws them in the browser."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,6 @@ from vllm_semantic_sched.lab.report.content import Chart, Line, Mark, Points
 
 _TOOLS = "pan,box_zoom,xwheel_zoom,reset,save"
 _DIGITS = 8  # of a coordinate; more make the page larger and no chart better
-_AXES = {"x": ("x", "left", "right"), "y": ("y", "bottom", "top")}  # names of columns
 _ALL_DECADES = [mantissa * 10.0**power for power in range(-9, 13) for mantissa in (1, 2, 5)]
 
 
@@ -38,38 +37,30 @@ def chart_json(chart: Chart, element: str) -> dict[str, Any]:
         tools=_TOOLS,
         x_axis_label=chart.x_label,
         y_axis_label=chart.y_label,
-        x_axis_type="log" if chart.log_x else "linear",
         y_axis_type="log" if chart.log_y else "linear",
     )
     plot.toolbar.logo = None
     plot.y_range.flipped = chart.downwards
-    legend = []
-    values: dict[str, list[float]] = {"x": [], "y": []}
+    legend, heights = [], list[float]()
     for mark in chart.marks:
         renderer = _draw(plot, mark)
         tooltip = (mark.name, "@x: @y") if isinstance(mark, Line) else ("", "@label")
         plot.add_tools(HoverTool(renderers=[renderer], tooltips=[tooltip], visible=False))
         legend.append((mark.name, [renderer]))
-        data = renderer.data_source.data
-        for axis, names in _AXES.items():
-            values[axis] += (value for name in names for value in data.get(name, ()))
+        for name in ("y", "bottom", "top"):
+            heights += renderer.data_source.data.get(name, ())
     plot.add_layout(Legend(items=legend, click_policy="hide", label_text_font_size="9pt"), "right")
-    _set_ticks(plot.xaxis[0], chart.x_ticks, chart.log_x, values["x"])
-    _set_ticks(plot.yaxis[0], {}, chart.log_y, values["y"])
-    item: dict[str, Any] = json_item(plot, element)
-    return item
-
-
-def _set_ticks(axis: Any, ticks: Mapping[float, str], log: bool, values: Iterable[float]) -> None:
-    if ticks:
-        axis.ticker = FixedTicker(ticks=[*ticks])
-        axis.major_label_overrides = {**ticks}
-    elif log:
-        positive = [value for value in values if value > 0]
+    if chart.x_ticks:
+        plot.xaxis[0].ticker = FixedTicker(ticks=[*chart.x_ticks])
+        plot.xaxis[0].major_label_overrides = {**chart.x_ticks}
+    if chart.log_y:
+        positive = [value for value in heights if value > 0]
         wide = positive and max(positive) > 10 * min(positive)
         # Bokeh's own ticks leave most of an axis of one to two decades without a label.
-        axis.ticker = FixedTicker(ticks=_ALL_DECADES) if wide else LogTicker()
-        axis.formatter = BasicTickFormatter(use_scientific=False)
+        plot.yaxis[0].ticker = FixedTicker(ticks=_ALL_DECADES) if wide else LogTicker()
+        plot.yaxis[0].formatter = BasicTickFormatter(use_scientific=False)
+    item: dict[str, Any] = json_item(plot, element)
+    return item
 
 
 def _source(rows: Iterable[Sequence[float | str]], *columns: str) -> ColumnDataSource:

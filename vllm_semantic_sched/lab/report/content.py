@@ -71,8 +71,8 @@ Mark = Line | Points | Boxes
 
 @dataclass(frozen=True)
 class Chart:
-    """Marks over two axes, of which x may have texts as ticks in place of numbers. Logarithmic ones
-    show positive values only; `downwards`: y grows downwards; `height` is in pixels."""
+    """Marks over two axes; x may have texts as ticks in place of numbers. A logarithmic y shows
+    positive values only; `downwards`: y grows downwards; `height` is in pixels."""
 
     title: str
     x_label: str
@@ -80,7 +80,6 @@ class Chart:
     marks: Sequence[Mark]
     note: str = ""
     x_ticks: Mapping[float, str] = field(default_factory=dict)
-    log_x: bool = False
     log_y: bool = False
     downwards: bool = False
     height: int = 340
