@@ -44,10 +44,10 @@ def base(tmp_path_factory):
     import torch
     from transformers import DistilBertConfig
 
+    from vllm_semantic_sched.lab.training.stored import save_network
     from vllm_semantic_sched.predict import SHIPPED_WEIGHTS
     from vllm_semantic_sched.predict.instant import FeatureReader, InstantTable
     from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
-    from vllm_semantic_sched.predict.weights import save_network
 
     folder = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)

@@ -6,14 +6,10 @@ import pytest
 import torch
 from transformers import DistilBertConfig
 
+from vllm_semantic_sched.lab.training.stored import quantized, save_network
 from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS, TextPredictor
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
-from vllm_semantic_sched.predict.weights import (
-    dequantized,
-    load_network,
-    quantized,
-    save_network,
-)
+from vllm_semantic_sched.predict.weights import dequantized, load_network
 
 
 @pytest.fixture

@@ -29,7 +29,8 @@ def model_hash(path: str | None) -> str:
     """Twelve hex digits of a model's files (`path` None: the shipped one); empty without files."""
     folder = SHIPPED_WEIGHTS if path is None else Path(path)
     digest, found = hashlib.sha256(), False
-    for name in ("config.json", *WEIGHTS_FILES.values(), "instant.npz"):
+    second = (f"second/{name}" for name in WEIGHTS_FILES.values())
+    for name in ("config.json", *WEIGHTS_FILES.values(), *second, "instant.npz"):
         if (folder / name).is_file():
             digest.update((folder / name).read_bytes())
             found = True

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Self
 
 import torch
@@ -13,15 +14,17 @@ from torch.nn.utils.rnn import pad_sequence
 
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, URGENCY_LEVELS, buckets_of, weights_file
-from vllm_semantic_sched.predict.network import has_bfloat16
-from vllm_semantic_sched.predict.weights import load_network
+from vllm_semantic_sched.predict.network import UrgencyLengthClassifier, has_bfloat16
+from vllm_semantic_sched.predict.weights import load_network, load_second
 from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_pieces, cut_text, unreadable
 
 _BATCH = 32
+_LIKELY, _POSSIBLE = 0.5, 0.01  # see `is_doubtful`
 
 # From ids and mask, both (batch, tokens), to urgency logits (batch, levels) and length logits
 # (batch, buckets) or None.
 _Classifier = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+_Reading = tuple[tuple[float, ...], tuple[float, ...] | None]  # probabilities of levels, buckets
 
 
 class WindowTokenizer:
@@ -77,9 +80,8 @@ class TextPredictor:
     _tokenizer: WindowTokenizer
     levels: int
     length_buckets: LengthBuckets | None
-    _temperature: float = 1.0
-    _length_temperature: float = 1.0
     _guard: Callable[[str], str | None] = lambda text: None  # why it cannot be judged
+    _second: _Classifier | None = None  # that reads doubtful texts, too
 
     @classmethod
     def load(cls, path: str | None = None, threads: int = 1) -> Self:
@@ -108,18 +110,14 @@ class TextPredictor:
             tokenizer_file=str(folder / "tokenizer.json"), pad_token=names["pad_token"]
         )
         network = load_network(folder)
-        # In bfloat16 an encoder is more than twice as fast where the processor has such products.
-        # Int8 products are no faster on full batches and move texts to other levels.
-        if has_bfloat16():
-            network.distilbert.to(torch.bfloat16)
+        second = load_second(folder, network)
         return cls(
-            network,
+            _calibrated(network),
             WindowTokenizer(tokenizer, int(settings.get("window", DEFAULT_WINDOW))),
             network.config.num_labels,
             buckets_of(settings),
-            float(settings.get("temperature", 1.0)),
-            float(settings.get("length_temperature", 1.0)),
             unreadable,
+            second and _calibrated(second),
         )
 
     @classmethod
@@ -152,22 +150,48 @@ class TextPredictor:
         """One prediction per text, in the same order; any string is accepted."""
         read = self._tokenizer.cut(texts)
         rows = self._tokenizer.encode_cut(read)
+        found = self._read(self._classifier, rows)
+        if self._second is not None:
+            doubtful = [at for at, (urgency, _) in enumerate(found) if is_doubtful(urgency)]
+            again = self._read(self._second, [rows[at] for at in doubtful])
+            for at, (other, _) in zip(doubtful, again, strict=True):
+                urgency, length = found[at]
+                found[at] = tuple(map(fmean, zip(urgency, other, strict=True))), length
+        return [Prediction(*one, self._guard(text)) for one, text in zip(found, read, strict=True)]
+
+    def _read(self, classifier: _Classifier, rows: Sequence[Sequence[int]]) -> list[_Reading]:
         # Texts of similar length share a batch, which saves padding.
         order = sorted(range(len(rows)), key=lambda at: len(rows[at]))
-        predictions: dict[int, Prediction] = {}
+        found: dict[int, _Reading] = {}
         with torch.inference_mode():
             for start in range(0, len(order), _BATCH):
                 batch = order[start : start + _BATCH]
-                padded = self._tokenizer.pad([rows[at] for at in batch])
-                urgency, length = self._classifier(*padded)
-                levels = _probabilities(urgency, self._temperature)
-                lengths: Sequence[tuple[float, ...] | None] = [None] * len(batch)
-                if length is not None:
-                    lengths = _probabilities(length, self._length_temperature)
-                for at, by_level, by_length in zip(batch, levels, lengths, strict=True):
-                    predictions[at] = Prediction(by_level, by_length, self._guard(read[at]))
-        return [predictions[at] for at in range(len(rows))]
+                urgency, length = classifier(*self._tokenizer.pad([rows[at] for at in batch]))
+                lengths = [None] * len(batch) if length is None else _probabilities(length)
+                found |= zip(batch, zip(_probabilities(urgency), lengths, strict=True), strict=True)
+        return [found[at] for at in range(len(rows))]
 
 
-def _probabilities(logits: Tensor, temperature: float) -> list[tuple[float, ...]]:
-    return list(map(tuple, torch.softmax(logits.float() / temperature, dim=1).tolist()))
+def is_doubtful(urgency: Sequence[float]) -> bool:
+    """Whether a text is likely urgent (levels 0 and 1) and possibly calm (from level 3 on), or the
+    other way round: there a network is wrong most often, and another one seldom with it."""
+    ends = sum(urgency[:2]), sum(urgency[3:])
+    return max(ends) > _LIKELY and min(ends) > _POSSIBLE
+
+
+def _calibrated(network: UrgencyLengthClassifier) -> _Classifier:
+    # In bfloat16 an encoder is more than twice as fast where the processor has such products.
+    # Int8 products are no faster on full batches and move texts to other levels.
+    if has_bfloat16():
+        network.distilbert.to(torch.bfloat16)
+    urgent, long = network.config.temperature, network.config.length_temperature
+
+    def classify(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        urgency, length = network(ids, mask)
+        return urgency / urgent, length / long
+
+    return classify
+
+
+def _probabilities(logits: Tensor) -> list[tuple[float, ...]]:
+    return list(map(tuple, torch.softmax(logits.float(), dim=1).tolist()))

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from vllm_semantic_sched.lab.evaluation.examples import Example
-from vllm_semantic_sched.lab.training.compositions import Composer, _Draft
+from vllm_semantic_sched.lab.training.compositions import Composer, Draft
 from vllm_semantic_sched.lab.training.wording import Parts, composition_parts, written_rows
 from vllm_semantic_sched.predict.window import cut_text, user_turns
 
@@ -32,19 +32,19 @@ def composer():
 
 def drawn(composer, form):
     rng = random.Random(1)
-    return [form(_Draft(composer, "xx", rng)) for _ in range(200)]
+    return [form(Draft(composer, "xx", rng)) for _ in range(200)]
 
 
 @pytest.mark.parametrize(
     "form",
     [
-        _Draft.beside_tasks,
-        _Draft.before_tasks,
-        _Draft.between_tasks,
-        _Draft.two_messages,
-        _Draft.in_a_block,
-        _Draft.chat,
-        _Draft.framed_and_true,
+        Draft.beside_tasks,
+        Draft.before_tasks,
+        Draft.between_tasks,
+        Draft.two_messages,
+        Draft.in_a_block,
+        Draft.chat,
+        Draft.framed_and_true,
     ],
 )
 def test_most_urgent_message_decides(composer, form) -> None:
@@ -58,10 +58,10 @@ def test_most_urgent_message_decides(composer, form) -> None:
 @pytest.mark.parametrize(
     "form",
     [
-        _Draft.only_tasks,
-        _Draft.only_framed,
-        _Draft.chat_that_is_over,
-        _Draft.chat_without_one,
+        Draft.only_tasks,
+        Draft.only_framed,
+        Draft.chat_that_is_over,
+        Draft.chat_without_one,
     ],
 )
 def test_ended_and_invented_emergencies_are_not_urgent(composer, form) -> None:
@@ -70,7 +70,7 @@ def test_ended_and_invented_emergencies_are_not_urgent(composer, form) -> None:
 
 def test_emergency_is_in_any_turn_of_a_chat(composer) -> None:
     turns = Counter()
-    for one in drawn(composer, _Draft.chat):
+    for one in drawn(composer, Draft.chat):
         said = user_turns(one.text)
         turns.update(at for at, turn in enumerate(said) if "m0" in turn.lower())
         assert "awake" not in cut_text(one.text, 1000)
@@ -79,10 +79,10 @@ def test_emergency_is_in_any_turn_of_a_chat(composer) -> None:
 
 def test_written_chat_has_the_level_of_its_last_turn(composer) -> None:
     levels = dict(turn.split(" ", 1)[::-1] for turn in PARTS.chats[0])
-    for one in drawn(composer, _Draft.written_chat):
+    for one in drawn(composer, Draft.written_chat):
         newest = user_turns(one.text)[0].strip().lower()
         assert one.level == int(levels.get(newest, one.level)), one.text
-    assert {one.level for one in drawn(composer, _Draft.written_chat)} == {0, 4}
+    assert {one.level for one in drawn(composer, Draft.written_chat)} == {0, 4}
 
 
 def test_some_compositions_claim_an_urgency_that_is_not_their_level() -> None:
@@ -92,13 +92,13 @@ def test_some_compositions_claim_an_urgency_that_is_not_their_level() -> None:
 
 
 def test_some_texts_have_no_end_of_sentence_before_the_message(composer) -> None:
-    texts = [one.text for one in drawn(composer, _Draft.beside_tasks)]
+    texts = [one.text for one in drawn(composer, Draft.beside_tasks)]
     assert any("poem and also m" in text for text in texts)
     assert any("poem. m" in text for text in texts)
 
 
 def test_message_before_tasks_comes_first_and_ends_its_sentence(composer) -> None:
-    texts = [one.text.lower() for one in drawn(composer, _Draft.before_tasks)]
+    texts = [one.text.lower() for one in drawn(composer, Draft.before_tasks)]
     assert sum(text.startswith(EMERGENCIES) for text in texts) > 100
     assert sum("he fell. " in text or "he fell.\n" in text for text in texts) > 100
 

@@ -1,5 +1,6 @@
 """The model that training starts from, and new heads for it."""
 
+import shutil
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import partial
@@ -10,11 +11,12 @@ from typing import Literal, NamedTuple
 
 from transformers import AutoTokenizer
 
+from vllm_semantic_sched.lab.training.stored import Precision, save_network
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, weights_file
 from vllm_semantic_sched.predict.model import WindowTokenizer
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
-from vllm_semantic_sched.predict.weights import Precision, load_network, save_network
+from vllm_semantic_sched.predict.weights import SECOND, load_network
 
 _BUCKETS = 9
 
@@ -31,9 +33,14 @@ class Model(NamedTuple):
         """Whether the heads were trained: a bare encoder has one length bucket only."""
         return bool(self.network.config.length_bucket_edges)
 
-    def save(self, folder: Path, precision: Precision = "int8") -> None:
-        """Write the network and the tokenizer's files to `folder`."""
+    def save(self, folder: Path, precision: Precision = "int8", keeps_levels: bool = False) -> None:
+        """Write network and tokenizer to `folder`, and with `keeps_levels` the second network."""
         save_network(self.network, self.folder, folder, precision)
+        ours, theirs = self.folder / SECOND, folder / SECOND
+        if not keeps_levels:
+            shutil.rmtree(theirs, ignore_errors=True)
+        elif ours.is_dir() and ours != theirs:
+            shutil.copytree(ours, theirs, dirs_exist_ok=True)
 
 
 def load_base(name: str) -> Model:
@@ -51,9 +58,7 @@ def base_folder(name: str) -> Path:
     FileNotFoundError if it holds no network."""
     folder = SHIPPED_WEIGHTS if name == "shipped" else Path(name)
     if weights_file(folder) is None:
-        raise FileNotFoundError(
-            f"--base {name}: not shipped, or a folder that `semsched train` wrote"
-        )
+        raise FileNotFoundError(f"--base {name}: not shipped, or a folder of `semsched train`")
     return folder
 
 

@@ -56,13 +56,13 @@ class Composer:
         languages = rng.choices([*self.parts], weights, k=count) if weights else []
         forms = rng.choices([*_FORMS], [*_FORMS.values()], k=len(languages))
         return [
-            _perhaps_claimed(form(_Draft(self, language, rng)), rng)
+            _perhaps_claimed(form(Draft(self, language, rng)), rng)
             for form, language in zip(forms, languages, strict=True)
         ]
 
 
 @dataclass(frozen=True)
-class _Draft:
+class Draft:
     """Draws compositions in one language."""
 
     composer: Composer
@@ -255,20 +255,20 @@ def _perhaps_claimed(example: Example, rng: random.Random) -> Example:
 
 
 # Forms of a composition and how often each is drawn.
-_FORMS: Mapping[Callable[[_Draft], Example], float] = {
-    _Draft.beside_tasks: 34,
-    _Draft.before_tasks: 20,
-    _Draft.between_tasks: 8,
-    _Draft.two_messages: 3,
-    _Draft.in_a_block: 6,
-    _Draft.only_tasks: 15,
-    _Draft.only_framed: 20,
-    _Draft.framed_and_true: 4,
-    _Draft.chat: 22,
-    _Draft.written_chat: 36,
-    _Draft.chat_that_is_over: 15,
-    _Draft.chat_that_begins_again: 5,
-    _Draft.chat_without_one: 12,
+_FORMS: Mapping[Callable[[Draft], Example], float] = {
+    Draft.beside_tasks: 34,
+    Draft.before_tasks: 20,
+    Draft.between_tasks: 8,
+    Draft.two_messages: 3,
+    Draft.in_a_block: 6,
+    Draft.only_tasks: 15,
+    Draft.only_framed: 20,
+    Draft.framed_and_true: 4,
+    Draft.chat: 22,
+    Draft.written_chat: 36,
+    Draft.chat_that_is_over: 15,
+    Draft.chat_that_begins_again: 5,
+    Draft.chat_without_one: 12,
 }
 
 

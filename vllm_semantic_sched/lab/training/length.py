@@ -61,7 +61,7 @@ def fit_length_head(options: Options, training: Sequence[Example]) -> None:
     _set_head(network, _fit(both, scale, lengths, edges, options.seed))
     # The encoder is as it was, so what it was stored in still holds it.
     int8 = (folder / WEIGHTS_FILES["int8"]).is_file()
-    model.save(options.output, "int8" if int8 else "fp16")
+    model.save(options.output, "int8" if int8 else "fp16", keeps_levels=True)
     if instant is None:
         return
     features = FeatureReader.load(folder)

@@ -73,7 +73,7 @@ def train_all(
         # A run that is cut short leaves its last round's model behind.
         after_round=lambda: model.save(options.output),
     )
-    texts = _calibration_texts(validation, options.seed)
+    texts = calibration_texts(validation, options.seed)
     if known:
         average_for(model, before, texts)
     calibrate(model, texts)
@@ -116,7 +116,7 @@ def _aligned_student(sources: Sources, options: Options, scale: float, layers: i
     return student
 
 
-def _calibration_texts(unseen: Sources, seed: int) -> list[Example]:
+def calibration_texts(unseen: Sources, seed: int) -> list[Example]:
     """Messages, as many visits, half as many compositions; prompts and questions for lengths."""
     rng = random.Random(seed)
     written = [*unseen.written, *unseen.written_elsewhere]
