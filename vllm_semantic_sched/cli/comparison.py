@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from vllm_semantic_sched.lab.bench.results import Rows
     from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 
-_TITLE_WIDTH, _TEXT_WIDTH = 16, 76
-
 
 def add_plan_arguments(
     parser: argparse.ArgumentParser, requests: int, max_burst: int, overload: float
@@ -203,11 +201,11 @@ def print_mix(console: Console, mix: str, rows: Rows) -> None:
     for content in (*page.mix_tables(mix, rows), *page.misread_tables(mix, rows)):
         words = len(content.columns) if content.columns[-1] == "text" else 1
         table = make_table(content.title, *content.columns, words=words)
-        table.columns[0].max_width = _TITLE_WIDTH
+        table.columns[0].max_width = 16
         table.padding = (0, 0, 0, 1)
         table.pad_edge = False
         for column in table.columns[1:]:
-            column.no_wrap, column.max_width = True, _TEXT_WIDTH
+            column.no_wrap, column.max_width = True, 76
         for row in content.rows:
             table.add_row(*(Text(str(cell)) for cell in row))
         table.caption = content.note

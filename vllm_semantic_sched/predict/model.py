@@ -1,11 +1,11 @@
 """Predicts urgency level and output length of texts."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Self
 
 import torch
@@ -19,7 +19,7 @@ from vllm_semantic_sched.predict.weights import load_network, load_second
 from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_pieces, cut_text, unreadable
 
 _BATCH = 32
-_LIKELY, _POSSIBLE = 0.5, 0.01  # see `is_doubtful`
+_LIKELY, _POSSIBLE = 0.3, 0.01  # see `is_doubtful`; best on validation texts
 
 # From ids and mask, both (batch, tokens), to urgency logits (batch, levels) and length logits
 # (batch, buckets) or None.
@@ -156,7 +156,7 @@ class TextPredictor:
             again = self._read(self._second, [rows[at] for at in doubtful])
             for at, (other, _) in zip(doubtful, again, strict=True):
                 urgency, length = found[at]
-                found[at] = tuple(map(fmean, zip(urgency, other, strict=True))), length
+                found[at] = _mean(urgency, other), length
         return [Prediction(*one, self._guard(text)) for one, text in zip(found, read, strict=True)]
 
     def _read(self, classifier: _Classifier, rows: Sequence[Sequence[int]]) -> list[_Reading]:
@@ -173,10 +173,16 @@ class TextPredictor:
 
 
 def is_doubtful(urgency: Sequence[float]) -> bool:
-    """Whether a text is likely urgent (levels 0 and 1) and possibly calm (from level 3 on), or the
-    other way round: there a network is wrong most often, and another one seldom with it."""
-    ends = sum(urgency[:2]), sum(urgency[3:])
+    """Whether a text is likely urgent (levels 0 and 1) and possibly of the last level, or the other
+    way round: there a network is wrong most often, and another one seldom with it."""
+    ends = sum(urgency[:2]), urgency[-1]
     return max(ends) > _LIKELY and min(ends) > _POSSIBLE
+
+
+def _mean(one: Sequence[float], other: Sequence[float]) -> tuple[float, ...]:
+    """The geometric mean of two distributions."""
+    roots = [math.sqrt(a * b) for a, b in zip(one, other, strict=True)]
+    return tuple(root / sum(roots) for root in roots)
 
 
 def _calibrated(network: UrgencyLengthClassifier) -> _Classifier:

@@ -202,7 +202,7 @@ def misread_tables(mix: str, rows: Rows) -> Iterator[Table]:
 
 
 def _orders(mix: str, rows: Rows) -> Table:
-    title, tenants = "finish order (eq. 2)", next(iter(rows.values())).workload.config.tenants
+    tenants = next(iter(rows.values())).workload.config.tenants
     cells = []
     for row in rows.values():
         share = f"{100 * finish_order_violations(row.records):.0f} %"
@@ -211,8 +211,7 @@ def _orders(mix: str, rows: Rows) -> Table:
         )
         if tenants:
             cells[-1]["Jain's index"] = fixed(fairness(row.records))
-    title += ", fairness" if tenants else ""
-    return Table.of(f"Mix {mix}: {title}", cells, folded=True)
+    return Table.of(f"Mix {mix}: finish order (eq. 2)", cells, folded=True)
 
 
 def _level(mix: str, level: str, rows: Rows) -> Table:

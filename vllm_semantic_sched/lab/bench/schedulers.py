@@ -18,8 +18,7 @@ from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.facts.files import read_config
 
 SCHEDULER_CLASS = "vllm_semantic_sched.SemanticScheduler"
-MIDDLEWARE = ("--middleware", "vllm_semantic_sched.Middleware")
-"""Arguments of `vllm serve` that give refused requests a status and a code."""
+MIDDLEWARE = ("--middleware", "vllm_semantic_sched.Middleware")  # refusals get status and code
 _TITLES = {
     "fcfs": "vLLM FCFS",
     "priority": "vLLM priority",

@@ -13,8 +13,7 @@ from vllm_semantic_sched.predict import WEIGHTS_FILES
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 from vllm_semantic_sched.predict.weights import EMBEDDINGS, SCALE
 
-# The number format of stored matrices. A fine-tuned network needs fp16: many of its weights move by
-# less than half a step of int8.
+# Of matrices. A fine-tuned network needs fp16: many weights move by less than half a step of int8.
 Precision = Literal["int8", "fp16"]
 
 
