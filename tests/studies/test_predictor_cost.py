@@ -106,7 +106,7 @@ def test_study_prints_and_writes_its_figures(tmp_path, capsys):
     document = json.loads((tmp_path / "predictor.json").read_text())
     assert [item["wordpieces"] for item in document["latency_seconds"]] == [16, 64, 128]
     assert [item["threads"] for item in document["throughput"]] == thread_counts()
-    assert 0 < document["weights_bytes"] <= 45e6
+    assert 0 < document["weights_bytes"] <= 60e6
     assert {target["met"] for target in document["targets"]} <= {True, False}
     assert "at most 8" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--repeats"):
