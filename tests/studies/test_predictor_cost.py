@@ -65,8 +65,8 @@ def test_cost_targets_have_upper_and_lower_limits():
         assert len(targets) == 3
         return [line.split(": ")[1] for line in missed(targets)]
 
-    assert lines(7.9, 251.0, 44.9) == []
-    assert [line.split()[0] for line in lines(8.1, 249.0, 45.1)] == [
+    assert lines(7.9, 251.0, 59.9) == []
+    assert [line.split()[0] for line in lines(8.1, 249.0, 60.1)] == [
         "one",
         "predictions",
         "weights",
