@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Train the second network of a model, which reads the texts that the first one doubts.
 
-It starts from all twelve layers of the pretrained encoder, where the first has six, and so is wrong
-about other texts; it has the first one's tokenizer and word embeddings. Half of its texts are those
-of `semsched train all`, half are what the first network doubts most: emergencies beside requests,
-and requests, chats and stories that sound like one. Written to MODEL/second.
+It starts from all twelve layers of the pretrained encoder, where the first has six, and so makes
+different mistakes; it has the first one's tokenizer and word embeddings. Half of its texts are
+those of `semsched train all`, half are what the first network doubts most: emergencies beside
+requests, and requests, chats and stories that sound like one. Written to MODEL/second.
 """
 
 from __future__ import annotations
@@ -22,13 +22,10 @@ from vllm_semantic_sched.sim.datasets import data_root
 if TYPE_CHECKING:
     from vllm_semantic_sched.lab.evaluation.examples import Example
     from vllm_semantic_sched.lab.training.base import Model
-    from vllm_semantic_sched.lab.training.compositions import Composer
 
 _SCALE = 0.032  # of a round of `semsched train all`
 _COMPOSITIONS = 6500  # in a round
 _RATE = 1.6e-4  # of the encoder
-_ENGLISH = 6  # times as often as another language
-_LEVELS = (6, 3, 1.5, 1)  # weights of the levels of messages beside requests
 
 
 def second_of(first: Model) -> Model:
@@ -48,37 +45,6 @@ def second_of(first: Model) -> Model:
     return Model(network, first.tokenizer, first.folder)
 
 
-def draw(composer: Composer, count: int, rng: random.Random) -> list[Example]:
-    """Compositions in languages at random."""
-    from vllm_semantic_sched.lab.evaluation.examples import Example
-    from vllm_semantic_sched.lab.training import messages
-    from vllm_semantic_sched.lab.training.compositions import Draft
-
-    def beside(draft: Draft, before: tuple[int, ...], after: tuple[int, ...]) -> Example:
-        level = rng.choices(range(4), _LEVELS)[0]
-        written = composer.written[draft.language][level]
-        generated = not written or (draft.language == "en" and rng.random() < 0.3)
-        text = messages.level_message(level, rng) if generated else rng.choice(written)
-        texts = [*draft.tasks(*before), text, *draft.tasks(*after)]
-        return Example(draft.typed(draft.apart(texts)), level)
-
-    forms = {
-        lambda draft: beside(draft, (1,), (0, 7, 2, 1)): 24,
-        lambda draft: beside(draft, (0, 8, 2), (0, 8, 2)): 12,
-        Draft.beside_tasks: 6,
-        Draft.only_framed: 13,
-        Draft.only_tasks: 17,
-        Draft.chat_that_is_over: 12,
-        Draft.chat: 6,
-        Draft.written_chat: 10,
-    }
-    weights = [_ENGLISH if language == "en" else 1 for language in composer.parts]
-    languages = rng.choices([*composer.parts], weights, k=count)
-    chosen = rng.choices([*forms], [*forms.values()], k=count)
-    pairs = zip(chosen, languages, strict=True)
-    return [form(Draft(composer, language, rng)) for form, language in pairs]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
@@ -95,21 +61,32 @@ def run(args: argparse.Namespace) -> int:
 
     from vllm_semantic_sched.lab.training.base import load_base
     from vllm_semantic_sched.lab.training.calibration import calibrate
+    from vllm_semantic_sched.lab.training.compositions import Draft
     from vllm_semantic_sched.lab.training.fit import Options, fit
     from vllm_semantic_sched.lab.training.mixture import Sources, training_round
     from vllm_semantic_sched.lab.training.stored import save_network
     from vllm_semantic_sched.lab.training.train import calibration_texts
-    from vllm_semantic_sched.predict.weights import SECOND
+    from vllm_semantic_sched.predict import SECOND
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     sources = Sources.read(args.data, "train")
     model = second_of(load_base(str(args.model)))
+    forms = {
+        Draft.before_tasks: 24,
+        Draft.between_tasks: 12,
+        Draft.beside_tasks: 6,
+        Draft.only_framed: 13,
+        Draft.only_tasks: 17,
+        Draft.chat_that_is_over: 12,
+        Draft.chat: 6,
+        Draft.written_chat: 10,
+    }
 
     def texts(number: int) -> list[Example]:
         seed = args.seed * 1000 + number
         rng = random.Random(seed)
-        drawn = draw(sources.composer, _COMPOSITIONS, rng)
+        drawn = sources.composer.draw(_COMPOSITIONS, rng, forms)
         mixed = [*training_round(sources, seed, _SCALE), *drawn]
         rng.shuffle(mixed)
         return mixed

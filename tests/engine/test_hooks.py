@@ -37,7 +37,8 @@ ADDED = {
 
 def test_hooks_of_the_installed_vllm_are_found() -> None:
     there = {name: hasattr(owner, attr) for name, (owner, attr) in ADDED.items()}
-    assert capabilities.HOOKS._asdict() == there
+    assert HOOKS._asdict() == there
+    assert list(Hooks._fields) == list(ADDED)
 
 
 def test_each_hook_is_found_by_itself() -> None:

@@ -38,7 +38,7 @@ def test_llm_d_names_an_objective_whose_priority_falls_with_the_level() -> None:
         assert sent.body == {}
         priorities.append(objective["spec"]["priority"])
     # Higher first; negative is sheddable.
-    assert priorities == [POLICY.default_level - level for level in LEVELS]
+    assert priorities == [2, 1, 0, -1, -2]
 
 
 def test_llm_d_gets_the_promises_of_the_tier_in_milliseconds() -> None:

@@ -7,10 +7,10 @@ import torch
 from transformers import DistilBertConfig, PreTrainedTokenizerFast
 
 from vllm_semantic_sched.lab.training.stored import save_network
-from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, model_hash
+from vllm_semantic_sched.predict import SECOND, SHIPPED_WEIGHTS, model_hash
 from vllm_semantic_sched.predict.model import TextPredictor, WindowTokenizer, is_doubtful
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
-from vllm_semantic_sched.predict.weights import SECOND, load_network, load_second
+from vllm_semantic_sched.predict.weights import load_network, load_second
 
 CALM, SURE, ALARMED = (
     (0.02, 0.01, 0.0, 0.07, 0.9),
@@ -75,7 +75,8 @@ def test_second_network_is_stored_without_embeddings_and_has_those_of_the_first(
     assert load_second(tmp_path, first) is None
     save_network(second, None, tmp_path / SECOND)
     assert (tmp_path / SECOND / "model.int8.safetensors").stat().st_size < 50_000
-    assert model_hash(str(tmp_path)) != alone
+    both = model_hash(str(tmp_path))
+    assert both != alone
     loaded = load_network(tmp_path)
     again = load_second(tmp_path, loaded)
     assert again.distilbert.embeddings is loaded.distilbert.embeddings
@@ -83,3 +84,6 @@ def test_second_network_is_stored_without_embeddings_and_has_those_of_the_first(
     with torch.inference_mode():
         for one, other in zip(second(ids, ids > -1), again(ids, ids > -1), strict=True):
             assert torch.allclose(one, other, atol=0.05)
+    config = tmp_path / SECOND / "config.json"
+    config.write_text(config.read_text().replace('"n_layers": 2', '"n_layers": 3'))
+    assert model_hash(str(tmp_path)) not in (alone, both)

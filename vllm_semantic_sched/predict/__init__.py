@@ -17,6 +17,7 @@ URGENCY_LEVELS = 5
 SHIPPED_WEIGHTS = Path(__file__).resolve().parent / "weights"
 # Names of the weights' files by precision.
 WEIGHTS_FILES = {"int8": "model.int8.safetensors", "fp16": "model.fp16.safetensors"}
+SECOND = "second"  # the folder of a model's second network, in its own
 
 
 def weights_file(folder: Path) -> Path | None:
@@ -28,13 +29,12 @@ def weights_file(folder: Path) -> Path | None:
 def model_hash(path: str | None) -> str:
     """Twelve hex digits of a model's files (`path` None: the shipped one); empty without files."""
     folder = SHIPPED_WEIGHTS if path is None else Path(path)
-    digest, found = hashlib.sha256(), False
-    second = (f"second/{name}" for name in WEIGHTS_FILES.values())
-    for name in ("config.json", *WEIGHTS_FILES.values(), *second, "instant.npz"):
-        if (folder / name).is_file():
-            digest.update((folder / name).read_bytes())
-            found = True
-    return digest.hexdigest()[:12] if found else ""
+    names = ("config.json", *WEIGHTS_FILES.values(), "instant.npz")
+    paths = (part / name for part in (folder, folder / SECOND) for name in names)
+    files, digest = [one for one in paths if one.is_file()], hashlib.sha256()
+    for one in files:
+        digest.update(one.read_bytes())
+    return digest.hexdigest()[:12] if files else ""
 
 
 def buckets_of(settings: dict[str, Any]) -> LengthBuckets:

@@ -174,7 +174,7 @@ class TextPredictor:
 
 def is_doubtful(urgency: Sequence[float]) -> bool:
     """Whether a text is likely urgent (levels 0 and 1) and possibly of the last level, or the other
-    way round: there a network is wrong most often, and another one seldom with it."""
+    way round: there a network errs most often, and two networks seldom make the same mistake."""
     ends = sum(urgency[:2]), urgency[-1]
     return max(ends) > _LIKELY and min(ends) > _POSSIBLE
 
@@ -182,7 +182,8 @@ def is_doubtful(urgency: Sequence[float]) -> bool:
 def _mean(one: Sequence[float], other: Sequence[float]) -> tuple[float, ...]:
     """The geometric mean of two distributions."""
     roots = [math.sqrt(a * b) for a, b in zip(one, other, strict=True)]
-    return tuple(root / sum(roots) for root in roots)
+    total = sum(roots)
+    return tuple(root / total for root in roots)
 
 
 def _calibrated(network: UrgencyLengthClassifier) -> _Classifier:

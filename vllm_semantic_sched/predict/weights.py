@@ -12,11 +12,10 @@ from torch import Tensor
 from transformers import DistilBertConfig
 from transformers.initialization import no_init_weights
 
-from vllm_semantic_sched.predict import WEIGHTS_FILES, weights_file
+from vllm_semantic_sched.predict import SECOND, WEIGHTS_FILES, weights_file
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 
 SCALE = ".row_scale"  # at the end of a name: the scales of a matrix
-SECOND = "second"  # the folder of a model's second network, in its own
 EMBEDDINGS = "distilbert.embeddings."  # which a second network has from the first
 
 

@@ -5,9 +5,13 @@ from bisect import bisect_right
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import DistilBertConfig
 
-from vllm_semantic_sched.lab.training.base import length_buckets
+from vllm_semantic_sched.lab.training.base import Model, length_buckets
+from vllm_semantic_sched.lab.training.stored import save_network
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
+from vllm_semantic_sched.predict import SECOND, SHIPPED_WEIGHTS
+from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 
 
 def test_quantiles_divide_evenly():
@@ -36,3 +40,19 @@ def test_mismatched_buckets_are_refused():
         LengthBuckets((10,), (4.0,))
     with pytest.raises(ValueError, match="increase"):
         LengthBuckets((10, 10), (4.0, 5.0, 6.0))
+
+
+def test_a_model_keeps_its_second_network_as_long_as_its_levels_stay(tmp_path):
+    shape = {"vocab_size": 10, "dim": 8, "hidden_dim": 8, "n_heads": 2, "n_layers": 1}
+    buckets = {"length_bucket_edges": [10], "length_bucket_means": [5.0, 40.0]}
+    network = UrgencyLengthClassifier(DistilBertConfig(**shape, **buckets, num_labels=5))
+    save_network(network, None, tmp_path / SECOND)
+    stored = sorted(path.name for path in (tmp_path / SECOND).iterdir())
+    save_network(network, SHIPPED_WEIGHTS, tmp_path)
+    model, output = Model(network, None, tmp_path), tmp_path / "output"
+    model.save(output, keeps_levels=True)
+    assert sorted(path.name for path in (output / SECOND).iterdir()) == stored
+    model.save(tmp_path, keeps_levels=True)  # in place
+    assert sorted(path.name for path in (tmp_path / SECOND).iterdir()) == stored
+    model.save(output)
+    assert not (output / SECOND).exists()

@@ -119,3 +119,9 @@ def test_splits_share_no_part() -> None:
 
 def test_nothing_is_drawn_without_parts() -> None:
     assert Composer({}, {}, ()).draw(3, random.Random(1)) == []
+
+
+def test_only_the_forms_that_are_asked_for_are_drawn(composer) -> None:
+    alone = {one.level for one in composer.draw(200, random.Random(1), {Draft.only_tasks: 1})}
+    assert alone == {4}
+    assert len({one.level for one in composer.draw(200, random.Random(1))}) == 5

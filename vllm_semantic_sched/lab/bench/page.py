@@ -203,12 +203,10 @@ def misread_tables(mix: str, rows: Rows) -> Iterator[Table]:
 
 def _orders(mix: str, rows: Rows) -> Table:
     tenants = next(iter(rows.values())).workload.config.tenants
-    cells = []
+    cells, column = [], "there when a less urgent one finished"
     for row in rows.values():
         share = f"{100 * finish_order_violations(row.records):.0f} %"
-        cells.append(
-            {"scheduler": row.scheduler.title, "there when a less urgent one finished": share}
-        )
+        cells.append({"scheduler": row.scheduler.title, column: share})
         if tenants:
             cells[-1]["Jain's index"] = fixed(fairness(row.records))
     return Table.of(f"Mix {mix}: finish order (eq. 2)", cells, folded=True)

@@ -169,8 +169,8 @@ def _length_table(report: Figures) -> Table:
 
 
 def _cells(figures: Any, columns: Iterable[Any], digits: int = 3) -> list[str]:
-    places = {"mean_absolute_error_tokens": 0}
-    pairs = ((figures[key], places.get(key, digits)) for key in columns)
+    whole = "mean_absolute_error_tokens"
+    pairs = ((figures[key], 0 if key == whole else digits) for key in columns)
     return ["-" if value is None else f"{value:.{places}f}" for value, places in pairs]
 
 

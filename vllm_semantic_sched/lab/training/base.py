@@ -13,10 +13,10 @@ from transformers import AutoTokenizer
 
 from vllm_semantic_sched.lab.training.stored import Precision, save_network
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
-from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, weights_file
+from vllm_semantic_sched.predict import SECOND, SHIPPED_WEIGHTS, weights_file
 from vllm_semantic_sched.predict.model import WindowTokenizer
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
-from vllm_semantic_sched.predict.weights import SECOND, load_network
+from vllm_semantic_sched.predict.weights import load_network
 
 _BUCKETS = 9
 

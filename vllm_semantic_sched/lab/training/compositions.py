@@ -26,6 +26,7 @@ _NATURAL = 0.35  # of the texts about an emergency that is not one: written as a
 _TYPED = 0.25  # texts with hasty typing
 _CLAIMED = 0.06  # compositions that claim an urgency, which says nothing about theirs
 _ENDS = ".!?…。！？।؟ "
+Forms = Mapping[Callable[["Draft"], Example], float]  # of a composition; how often each is drawn
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,15 @@ class Composer:
             [prompt for prompt in prompts if len(prompt) <= _LONGEST_TASK],
         )
 
-    def draw(self, count: int, rng: random.Random) -> list[Example]:
-        """`count` compositions in languages at random; none without parts."""
+    def draw(self, count: int, rng: random.Random, forms: Forms | None = None) -> list[Example]:
+        """`count` compositions (None: of all forms) in languages at random; none without parts."""
         weights = [_ENGLISH if language == "en" else 1 for language in self.parts]
         languages = rng.choices([*self.parts], weights, k=count) if weights else []
-        forms = rng.choices([*_FORMS], [*_FORMS.values()], k=len(languages))
+        forms = forms or _FORMS
+        chosen = rng.choices([*forms], [*forms.values()], k=len(languages))
         return [
             _perhaps_claimed(form(Draft(self, language, rng)), rng)
-            for form, language in zip(forms, languages, strict=True)
+            for form, language in zip(chosen, languages, strict=True)
         ]
 
 
@@ -254,8 +256,7 @@ def _perhaps_claimed(example: Example, rng: random.Random) -> Example:
     return replace(example, text=fill(form, claim=claim, text=example.text))
 
 
-# Forms of a composition and how often each is drawn.
-_FORMS: Mapping[Callable[[Draft], Example], float] = {
+_FORMS: Forms = {
     Draft.beside_tasks: 34,
     Draft.before_tasks: 20,
     Draft.between_tasks: 8,
