@@ -5,6 +5,10 @@ from collections.abc import Callable
 
 from vllm_semantic_sched.lab.bench.server import VllmServer
 
+UNENDING = 16_000
+"""Tokens of an answer that the small model takes longer for than any test. With few hundred a
+request ended before its test did, once the test was slower than the engine."""
+
 
 def page_value(server: VllmServer, name: str, **labels: str) -> float:
     """A value on /metrics, summed over labels that are not given."""

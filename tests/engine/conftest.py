@@ -10,7 +10,8 @@ ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
 @pytest.fixture(scope="module")
 def serve(model, tmp_path_factory, nursery):
     """Starts servers: `serve(*arguments, **ServerConfig fields)`, with `ENVIRONMENT` unless theirs
-    says otherwise; they are stopped after the last test of the module."""
+    says otherwise, and KV for requests of `longest` tokens on every seat; they are stopped after
+    the last test of the module."""
     from contextlib import ExitStack
     from unittest.mock import patch
 
@@ -19,8 +20,11 @@ def serve(model, tmp_path_factory, nursery):
 
     with ExitStack() as servers:
 
-        def start(*arguments: str, **fields) -> VllmServer:
+        def start(*arguments: str, longest: int = 0, **fields) -> VllmServer:
             log = tmp_path_factory.mktemp("logs") / "server.log"
+            if longest:
+                arguments += ("--hf-overrides", f'{{"max_position_embeddings": {longest + 32}}}')
+                fields["num_blocks"] = fields["seats"] * (longest // 32 + 1)
             fields = {"model": model, "log": log, "scheduler_args": arguments} | fields
             fields["environment"] = ENVIRONMENT | fields.get("environment", {})
             with patch.object(server, "subprocess", nursery):

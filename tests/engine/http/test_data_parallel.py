@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import psutil
 import pytest
-from metrics_page import page_value, wait_until
+from metrics_page import UNENDING, page_value, wait_until
 
 from vllm_semantic_sched.operate.client import AdminClient
 
@@ -24,7 +24,7 @@ predictor: {enabled: false}
 preemption: {enabled: false}
 """
 BOUNDED = POLICY + "admission: {queue: {requests: 1}}\n"
-SEATS = 3
+SEATS = 4
 JSON = {"Content-Type": "application/json"}
 
 
@@ -43,7 +43,7 @@ def server(serve, policy):
     arguments += ["--additional-config", settings, "--data-parallel-size", "2"]
     # As many API servers as engines, as vLLM starts them unless it is told otherwise.
     arguments += ["--distributed-executor-backend", "uni"]
-    return serve(*arguments, seats=SEATS)
+    return serve(*arguments, seats=SEATS, longest=UNENDING)
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def running(server, level: int, rank: int | None = None):
     """A request that runs until the end of the block."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     headers = JSON if rank is None else JSON | {"X-data-parallel-rank": str(rank)}
-    connection.request("POST", "/v1/completions", body(1000, level, stream=True), headers)
+    connection.request("POST", "/v1/completions", body(UNENDING, level, stream=True), headers)
     reply = connection.getresponse()
     assert reply.status == 200
     reply.fp.readline()
@@ -148,17 +148,21 @@ def test_reload_reaches_both_engines_and_a_full_queue_of_each_is_a_429(server, p
 
 
 def test_placement_can_be_turned_off_on_a_reload(server, policy) -> None:
+    def chosen_after(pause: float) -> int:
+        time.sleep(pause)
+        return chosen(server, 0)
+
     admin = AdminClient(server.url)
     policy.write_text(POLICY + "placement: {enabled: false}\n")
     try:
-        admin.post("/policy/reload")  # one API server gets it, and tells the other
-        time.sleep(1.5)
+        admin.post("/policy/reload")
         with contextlib.ExitStack() as held:
-            for level, rank in [(2, 0)] * SEATS + [(0, 1)]:
+            for level, rank in [(2, 0)] * 3 + [(0, 1)]:
                 held.enter_context(running(server, level, rank))
-            for _ in range(4):
-                time.sleep(0.5)  # vLLM's API servers learn from the engines how busy they are
-                assert chosen(server, 0) == 1  # vLLM counts requests, whatever their urgency
+            # One API server gets the policy and tells the other. vLLM chooses by the number of
+            # requests, of which an API server counts its own twice, and learns of the others after
+            # a pause.
+            wait_until(lambda: all(chosen_after(0.5) == 1 for _ in range(6)), seconds=60)
     finally:
         policy.write_text(POLICY)
         admin.post("/policy/reload")
@@ -180,7 +184,7 @@ def test_death_of_an_engine_ends_the_server_and_nothing_hangs(server) -> None:
     for rank in (0, 1):
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         headers = JSON | {"X-data-parallel-rank": str(rank)}
-        connection.request("POST", "/v1/completions", body(1000, 0, stream=True), headers)
+        connection.request("POST", "/v1/completions", body(UNENDING, 0, stream=True), headers)
         answers.append(connection.getresponse())
     engines[1].kill()
     for answer in answers:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import vllm
-from metrics_page import page_value, wait_until
+from metrics_page import UNENDING, page_value, wait_until
 
 from vllm_semantic_sched.engine.vllm_api.capabilities import HOOKS
 
@@ -108,11 +108,11 @@ def full_seats(server, waiting: int = 0):
 def open_stream(server) -> http.client.HTTPConnection:
     """A long request of tier 0 with its first token; ends when the connection is closed."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    body = {"model": "bench", "prompt": "x", "stream": True, "max_tokens": 1000, "ignore_eos": True}
+    body = {"model": "bench", "prompt": "x", "max_tokens": UNENDING, "ignore_eos": True}
     connection.request(
         "POST",
         COMPLETIONS,
-        json.dumps(body | {"vllm_xargs": {"urgency": 0}}),
+        json.dumps(body | {"stream": True, "vllm_xargs": {"urgency": 0}}),
         {"Content-Type": "application/json"},
     )
     reply = connection.getresponse()
@@ -134,14 +134,14 @@ def server(serve, settings):
     arguments = ["--scheduler-cls", "vllm_semantic_sched.SemanticScheduler"]
     arguments += ["--additional-config", settings, "--api-server-count", "2"]
     arguments += ["--middleware", "vllm_semantic_sched.Middleware"]
-    return serve(*arguments, seats=SEATS)
+    return serve(*arguments, seats=SEATS, longest=UNENDING)
 
 
 @pytest.fixture(scope="module")
 def bare(serve, settings):
     """Without the middleware."""
     arguments = ["--scheduler-cls", "vllm_semantic_sched.SemanticScheduler"]
-    return serve(*arguments, "--additional-config", settings, seats=SEATS)
+    return serve(*arguments, "--additional-config", settings, seats=SEATS, longest=UNENDING)
 
 
 def assert_refused(answer: Answer, status: int, code: str) -> None:
