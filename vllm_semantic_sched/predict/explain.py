@@ -12,7 +12,7 @@ from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.estimates import Decision, Estimate
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import (
-    applied_rule,
+    decide,
     decide_level,
     expected_costs,
     expected_level,
@@ -172,15 +172,16 @@ def _second_look(
 
 
 def _rule_in_words(probabilities: Sequence[float], decision: Decision) -> str:
-    rule = applied_rule(decision, len(probabilities))
-    if rule == "least_cost":
-        return f"{rule}: lowest expected cost"
-    if rule == "most_likely":
-        return f"{rule}: highest probability"
-    if max(probabilities) >= decision.certain:
-        return f"{rule}: probability of at least {decision.certain:g}"
     cuts = ", ".join(f"{cut:g}" for cut in decision.thresholds)
-    return f"{rule}: expected level {expected_level(probabilities):.2f}, cut at {cuts}"
+    words = {
+        "least_cost": "lowest expected cost",
+        "most_likely": "highest probability",
+        "certain": f"probability of at least {decision.certain:g}",
+        "thresholds": f"expected level {expected_level(probabilities):.2f}, cut at {cuts}",
+        "not_last": f"level 0 has a probability of at least {decision.not_last:g}",
+    }
+    rule = decide(probabilities, decision)[1]
+    return f"{rule}: {words[rule]}"
 
 
 def _instant_part(text: str, reader: InstantReader, policy: Policy) -> InstantPart:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import (
+    decide,
     decide_level,
     expected_costs,
     expected_level,
@@ -54,17 +55,28 @@ def test_equal_costs_give_the_median_and_high_missed_costs_urgency():
 @given(distributions(5), distributions(5))
 def test_thresholds_follow_the_expected_level(one, other):
     calm, urgent = sorted((one, other), key=expected_level, reverse=True)
-    decision = Decision(certain=1.01)
+    decision = Decision(certain=1.01, not_last=1.01)
     assert 0 <= decide_level(urgent, decision) <= decide_level(calm, decision) <= 4
 
 
 @given(distributions(5))
 def test_certain_level_is_taken_as_it_is(probabilities):
-    level = decide_level(probabilities, Decision())
-    if max(probabilities) >= Decision().certain:
+    decision = Decision(not_last=1.01)
+    level = decide_level(probabilities, decision)
+    if max(probabilities) >= decision.certain:
         assert probabilities[level] == max(probabilities)
     else:
-        assert level == decide_level(probabilities, Decision(certain=1.01))
+        assert level == decide_level(probabilities, Decision(certain=1.01, not_last=1.01))
+
+
+@given(distributions(), st.floats(0.01, 0.5))
+def test_what_may_be_of_level_0_does_not_get_the_last_of_several_levels(probabilities, least):
+    cuts = tuple(0.5 + cut for cut in range(len(probabilities) - 1)) or (0.5,)
+    off, on = (Decision(thresholds=cuts, not_last=each) for each in (1.01, least))
+    level, last = decide_level(probabilities, off), len(probabilities) - 1
+    spared = level == last > 1 and probabilities[0] >= least
+    assert decide_level(probabilities, on) == level - spared
+    assert (decide(probabilities, on)[1] == "not_last") == spared
 
 
 @given(distributions())

@@ -96,11 +96,12 @@ def write_thresholds(
     model: Path, examples: Sequence[Example], threads: int, urgent_recall: float = 0.0
 ) -> None:
     """Write to a stored model's folder a policy that cuts its expected level where it agrees best
-    with the levels of `examples`, with at least this recall of levels 0 and 1."""
+    with the levels of `examples`, with at least this recall of levels 0 and 1. These cuts alone
+    decide: no `decision.not_last`, which is the shipped model's."""
     predictor = TextPredictor.load(str(model), threads)
     probabilities = [one.urgency for one in predictor.predict([one.text for one in examples])]
     levels = [one.level or 0 for one in examples]
     thresholds = fitted_thresholds(probabilities, levels, Decision().certain, urgent_recall)
-    decision = {"rule": "thresholds", "thresholds": list(thresholds)}
+    decision = {"rule": "thresholds", "thresholds": list(thresholds), "not_last": 1.01}
     text = yaml.safe_dump({"decision": decision}, default_flow_style=None, sort_keys=False)
     (model / THRESHOLDS_FILE).write_text(text, encoding="utf-8")

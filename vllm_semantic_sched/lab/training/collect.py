@@ -22,13 +22,7 @@ class Collected:
 
 
 def collect_lengths(
-    url: str,
-    prompts: Path,
-    table: Path,
-    *,
-    model: str | None,
-    max_tokens: int,
-    concurrency: int,
+    url: str, prompts: Path, table: Path, *, model: str | None, max_tokens: int, concurrency: int
 ) -> Collected:
     """Write `table`, a CSV with the columns text,output_tokens, a row as each answer arrives.
 

@@ -35,11 +35,7 @@ _URGENT_RECALL = 0.72  # of visits of levels 0 and 1; unseen hospitals have a li
 
 
 def train_all(
-    options: Options,
-    root: Path,
-    scale: float,
-    teacher_folder: Path | None,
-    layers: int,
+    options: Options, root: Path, scale: float, teacher_folder: Path | None, layers: int
 ) -> int:
     """Train both heads on the data folder `root` and the package's wordings. Returns the number of
     texts that the thresholds were fitted to; FileNotFoundError if a file is missing below `root`.

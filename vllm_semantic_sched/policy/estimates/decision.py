@@ -31,36 +31,36 @@ class Hint:
 
 def decide_level(probabilities: Sequence[float], decision: Decision) -> int:
     """The level at which to serve a request, by calibrated probabilities; if equal, the first."""
-    likeliest = max(range(len(probabilities)), key=probabilities.__getitem__)
-    rule = applied_rule(decision, len(probabilities))
+    return decide(probabilities, decision)[0]
+
+
+def decide(probabilities: Sequence[float], decision: Decision) -> tuple[int, str]:
+    """That level and what decided it: `decision.rule`, or its key `certain` or `not_last`."""
+    rule, last = decision.rule, len(probabilities) - 1
+    likeliest = max(range(last + 1), key=probabilities.__getitem__)
+    if rule == "thresholds" and last != len(decision.thresholds):
+        rule = "least_cost"  # the model has other levels than those that the thresholds cut
     if rule == "most_likely":
-        return likeliest
-    if rule == "thresholds":
-        if probabilities[likeliest] >= decision.certain:
-            return likeliest
-        return bisect.bisect_right(decision.thresholds, expected_level(probabilities))
-    costs = expected_costs(probabilities, decision)
-    return costs.index(min(costs))
-
-
-def applied_rule(decision: Decision, levels: int) -> str:
-    """The rule for a model of so many levels, which may not be those that the thresholds cut."""
-    if decision.rule == "thresholds" and levels != len(decision.thresholds) + 1:
-        return "least_cost"
-    return decision.rule
+        return likeliest, rule
+    if rule == "least_cost":
+        costs = expected_costs(probabilities, decision)
+        return costs.index(min(costs)), rule
+    level, by = likeliest, "certain"
+    if probabilities[likeliest] < decision.certain:
+        level, by = bisect.bisect_right(decision.thresholds, expected_level(probabilities)), rule
+    if 1 < level == last and probabilities[0] >= decision.not_last:
+        return last - 1, "not_last"
+    return level, by
 
 
 def deciding_rule(policy: Policy, job: Job) -> str:
-    """The rule that decided a job's level: `hint`, `priority`, `default`, one of `decision.rule`,
-    `certain` (`decision.certain`), or `tenant_top` (`tenants.top`)."""
+    """What decided a job's level: `hint`, `priority`, `default`, `tenant_top`, or by `decide`."""
     source, prediction = job.level_source, job.prediction
     if job.best_level and job.level == job.best_level:
         return "tenant_top"
     if source not in (LevelSource.PREDICTION, LevelSource.INSTANT) or prediction is None:
         return source.value
-    rule = applied_rule(policy.decision, len(prediction.urgency))
-    certain = rule == "thresholds" and max(prediction.urgency) >= policy.decision.certain
-    return "certain" if certain else rule
+    return decide(prediction.urgency, policy.decision)[1]
 
 
 def predicted_level(policy: Policy, prediction: Prediction) -> int:
