@@ -8,7 +8,7 @@ from transformers import DistilBertConfig, PreTrainedTokenizerFast
 
 from vllm_semantic_sched.lab.training.stored import save_network
 from vllm_semantic_sched.predict import SECOND, SHIPPED_WEIGHTS, model_hash
-from vllm_semantic_sched.predict.model import TextPredictor, WindowTokenizer, is_doubtful
+from vllm_semantic_sched.predict.model import TextPredictor, WindowTokenizer, _mean, is_doubtful
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 from vllm_semantic_sched.predict.weights import load_network, load_second
 
@@ -47,9 +47,20 @@ def test_only_doubtful_texts_are_read_again_and_the_mean_counts(tokenizer) -> No
     calm, alarmed = predictor.predict(["what is rain", "he fell"])
     assert read == [doubtful]
     assert calm.urgency == pytest.approx(SURE, abs=1e-4)
-    roots = [math.sqrt(one * other) for one, other in zip(CALM, ALARMED, strict=True)]
-    mean = [root / sum(roots) for root in roots]  # geometric: nobody is sure
-    assert alarmed.urgency == pytest.approx(mean, abs=1e-3)
+    # Geometric: one that is sure does not outvote the other. The second counts four times as much
+    # where the first leans to calm.
+    means = [one**0.2 * other**0.8 for one, other in zip(CALM, ALARMED, strict=True)]
+    assert alarmed.urgency == pytest.approx([mean / sum(means) for mean in means], abs=1e-3)
+
+
+def test_second_reading_counts_more_where_it_raises() -> None:
+    def share(first, other):  # of the second, found from the mean's odds of the ends
+        odds = [math.log(one[0] / one[-1]) for one in (_mean(first, other), first, other)]
+        return (odds[0] - odds[1]) / (odds[2] - odds[1])
+
+    calm, urgent = (0.1, 0.0, 0.0, 0.0, 0.9), (0.9, 0.0, 0.0, 0.0, 0.1)
+    assert share(calm, urgent) == pytest.approx(0.8)
+    assert share(urgent, calm) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
