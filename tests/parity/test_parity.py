@@ -18,8 +18,9 @@ pytestmark = pytest.mark.engine
 # Under `fcfs` vLLM's own scheduler decides.
 POLICIES = [name for name in shipped_names("policy") if name != "fcfs"]
 
-# Preempts whenever somebody more urgent waits.
+# Preempts whenever somebody more urgent waits; with every level in use somebody often is.
 PREEMPTING = """
+decision: {not_last: 2}
 preemption: {max_per_request: 1000, max_victims_per_step: 8}
 retention: {mode: MODE, max_stall: 100}
 correct_profile: false
@@ -101,7 +102,7 @@ def test_disturbing_policies_disturb(recordings, name) -> None:
     holds = sum(each[0] == "hold" and bool(each[1]) for each in decisions)
     gated = sum(each[0] == "limits" and each[2] for each in decisions)
     # Beside somebody urgent nobody else starts under the gate, so fewer are preempted.
-    assert preempted > (5 if "gating" in name else 10)
+    assert preempted > (5 if "gating" in name else 8)
     assert holds > 20 or "holding" not in name
     assert gated > 20 or "gating" not in name
 
