@@ -6,8 +6,8 @@ from collections.abc import Callable
 from vllm_semantic_sched.lab.bench.server import VllmServer
 
 UNENDING = 16_000
-"""Tokens of an answer that the small model takes longer for than any test. With few hundred a
-request ended before its test did, once the test was slower than the engine."""
+"""Tokens of an answer that outlasts any test. A shorter one can end before its test does when the
+machine is busy."""
 
 
 def page_value(server: VllmServer, name: str, **labels: str) -> float:

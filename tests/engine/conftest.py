@@ -23,8 +23,9 @@ def serve(model, tmp_path_factory, nursery):
         def start(*arguments: str, longest: int = 0, **fields) -> VllmServer:
             log = tmp_path_factory.mktemp("logs") / "server.log"
             if longest:
-                arguments += ("--hf-overrides", f'{{"max_position_embeddings": {longest + 32}}}')
-                fields["num_blocks"] = fields["seats"] * (longest // 32 + 1)
+                block = ServerConfig.block_size
+                arguments += ("--hf-overrides", f'{{"max_position_embeddings": {longest + block}}}')
+                fields["num_blocks"] = fields["seats"] * (longest // block + 1)
             fields = {"model": model, "log": log, "scheduler_args": arguments} | fields
             fields["environment"] = ENVIRONMENT | fields.get("environment", {})
             with patch.object(server, "subprocess", nursery):

@@ -102,7 +102,7 @@ def test_disturbing_policies_disturb(recordings, name) -> None:
     holds = sum(each[0] == "hold" and bool(each[1]) for each in decisions)
     gated = sum(each[0] == "limits" and each[2] for each in decisions)
     # Beside somebody urgent nobody else starts under the gate, so fewer are preempted.
-    assert preempted > (5 if "gating" in name else 8)
+    assert preempted > (5 if "gating" in name else 10)
     assert holds > 20 or "holding" not in name
     assert gated > 20 or "gating" not in name
 

@@ -47,20 +47,20 @@ def test_only_doubtful_texts_are_read_again_and_the_mean_counts(tokenizer) -> No
     calm, alarmed = predictor.predict(["what is rain", "he fell"])
     assert read == [doubtful]
     assert calm.urgency == pytest.approx(SURE, abs=1e-4)
-    # Geometric: one that is sure does not outvote the other. The second counts four times as much
-    # where the first leans to calm.
+    # Geometric: one that is sure does not outvote the other. Where the first leans to calm, the
+    # second counts four times as much.
     means = [one**0.2 * other**0.8 for one, other in zip(CALM, ALARMED, strict=True)]
     assert alarmed.urgency == pytest.approx([mean / sum(means) for mean in means], abs=1e-3)
 
 
-def test_second_reading_counts_more_where_it_raises() -> None:
-    def share(first, other):  # of the second, found from the mean's odds of the ends
+def test_second_reading_counts_more_where_it_can_raise() -> None:
+    def weight(first, other):  # of the second, from the odds of the two ends in the mean
         odds = [math.log(one[0] / one[-1]) for one in (_mean(first, other), first, other)]
         return (odds[0] - odds[1]) / (odds[2] - odds[1])
 
     calm, urgent = (0.1, 0.0, 0.0, 0.0, 0.9), (0.9, 0.0, 0.0, 0.0, 0.1)
-    assert share(calm, urgent) == pytest.approx(0.8)
-    assert share(urgent, calm) == pytest.approx(0.5)
+    assert weight(calm, urgent) == pytest.approx(0.8)
+    assert weight(urgent, calm) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from vllm_semantic_sched.policy.config.estimates import Decision, Estimate
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import (
     decide,
-    decide_level,
     expected_costs,
     expected_level,
     predicted_level,
@@ -105,7 +104,7 @@ def _word_weights(
     shorter = [" ".join(words[:at] + words[at + 1 :]) for at in positions]
     prediction, *without = predictor.predict([text, *shorter])
     whole, weights = prediction.urgency, []
-    decided = decide_level(whole, policy.decision)
+    decided, _ = decide(whole, policy.decision)
     for at, one in zip(positions, without, strict=True):
         log_odds = _log_odds(whole, decided) - _log_odds(one.urgency, decided)
         weights.append(WordWeight(words[at], at, whole[decided] - one.urgency[decided], log_odds))

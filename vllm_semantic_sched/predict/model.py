@@ -18,8 +18,8 @@ from vllm_semantic_sched.predict.weights import load_network, load_second
 from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_pieces, cut_text, unreadable
 
 _BATCH = 32
-_LIKELY, _POSSIBLE = 0.3, 0.01  # see `is_doubtful`; best on validation texts
-_RAISING, _LOWERING = 0.8, 0.5  # share of the second network in `_mean`; for that, too
+# Best on validation texts: bounds of `is_doubtful`, and the second network's weight in `_mean`.
+_LIKELY, _POSSIBLE, _RAISING, _LOWERING = 0.3, 0.01, 0.8, 0.5
 
 # From ids and mask, both (batch, tokens), to urgency logits (batch, levels) and length logits
 # (batch, buckets) or None.
@@ -180,10 +180,11 @@ def is_doubtful(urgency: Sequence[float]) -> bool:
 
 
 def _mean(one: Sequence[float], other: Sequence[float]) -> tuple[float, ...]:
-    """The geometric mean; wrongly raising a text costs less than wrongly lowering it."""
-    share = _RAISING if sum(one[:2]) < one[-1] else _LOWERING
-    means = [a ** (1 - share) * b**share for a, b in zip(one, other, strict=True)]
-    return tuple(mean / sum(means) for mean in means)
+    """The weighted geometric mean: raising a text wrongly costs less than lowering it wrongly."""
+    weight = _RAISING if sum(one[:2]) < one[-1] else _LOWERING
+    means = [a ** (1 - weight) * b**weight for a, b in zip(one, other, strict=True)]
+    total = sum(means)
+    return tuple(mean / total for mean in means)
 
 
 def _calibrated(network: UrgencyLengthClassifier) -> _Classifier:

@@ -157,7 +157,7 @@ def test_placement_can_be_turned_off_on_a_reload(server, policy) -> None:
     try:
         admin.post("/policy/reload")
         with contextlib.ExitStack() as held:
-            for level, rank in [(2, 0)] * 3 + [(0, 1)]:
+            for level, rank in [(2, 0)] * (SEATS - 1) + [(0, 1)]:
                 held.enter_context(running(server, level, rank))
             # One API server gets the policy and tells the other. vLLM chooses by the number of
             # requests, of which an API server counts its own twice, and learns of the others after

@@ -109,12 +109,9 @@ def open_stream(server) -> http.client.HTTPConnection:
     """A long request of tier 0 with its first token; ends when the connection is closed."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     body = {"model": "bench", "prompt": "x", "max_tokens": UNENDING, "ignore_eos": True}
-    connection.request(
-        "POST",
-        COMPLETIONS,
-        json.dumps(body | {"stream": True, "vllm_xargs": {"urgency": 0}}),
-        {"Content-Type": "application/json"},
-    )
+    body |= {"stream": True, "vllm_xargs": {"urgency": 0}}
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", COMPLETIONS, json.dumps(body), headers)
     reply = connection.getresponse()
     assert reply.status == 200
     reply.fp.readline()

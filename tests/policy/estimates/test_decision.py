@@ -70,7 +70,7 @@ def test_certain_level_is_taken_as_it_is(probabilities):
 
 
 @given(distributions(), st.floats(0.01, 0.5))
-def test_what_may_be_of_level_0_does_not_get_the_last_of_several_levels(probabilities, least):
+def test_possible_emergency_gets_the_level_before_the_last_of_several(probabilities, least):
     cuts = tuple(0.5 + cut for cut in range(len(probabilities) - 1)) or (0.5,)
     off, on = (Decision(thresholds=cuts, not_last=each) for each in (1.01, least))
     level, last = decide_level(probabilities, off), len(probabilities) - 1

@@ -96,8 +96,8 @@ def write_thresholds(
     model: Path, examples: Sequence[Example], threads: int, urgent_recall: float = 0.0
 ) -> None:
     """Write to a stored model's folder a policy that cuts its expected level where it agrees best
-    with the levels of `examples`, with at least this recall of levels 0 and 1. These cuts alone
-    decide: no `decision.not_last`, which is the shipped model's."""
+    with the levels of `examples`, with at least this recall of levels 0 and 1. The policy
+    turns off `decision.not_last`, which was chosen for the shipped model."""
     predictor = TextPredictor.load(str(model), threads)
     probabilities = [one.urgency for one in predictor.predict([one.text for one in examples])]
     levels = [one.level or 0 for one in examples]

@@ -98,14 +98,14 @@ class Decision(Section):
     """`thresholds`: probability from which a level is taken as it is. Messages of people mostly
     reach it, chart notes hardly ever; above 1 the thresholds decide always."""
     not_last: float = Field(0.01, gt=0)
-    """`thresholds`: probability of level 0 from which a request gets the level before the last one
-    instead of the last, however calm the rest of its text. Above 1: never."""
+    """`thresholds`: probability of level 0 from which a request gets the level before the last
+    instead of the last, however calm the rest of its text is. Above 1: never."""
     missed_cost: tuple[float, ...] = Field((12.0, 6.0, 1.0), min_length=1)
     """`least_cost`: cost of serving a request one level too late, relative to 1 for one level too
     early; one number per true level, the last one for all further levels."""
     thresholds: tuple[float, ...] = Field((1.15, 2.05, 2.35, 2.9), min_length=1)
     """`thresholds`: the expected level (0 to 4, the mean of the prediction) below which a request
-    gets level 0, level 1, and so on. One number less than levels. The default fits triage."""
+    gets level 0, level 1, and so on. One fewer than levels. The default fits emergency triage."""
 
     @field_validator("thresholds")
     @classmethod

@@ -35,7 +35,7 @@ def decide_level(probabilities: Sequence[float], decision: Decision) -> int:
 
 
 def decide(probabilities: Sequence[float], decision: Decision) -> tuple[int, str]:
-    """That level and what decided it: `decision.rule`, or its key `certain` or `not_last`."""
+    """The level, and what decided it: the rule, or `decision.certain` or `decision.not_last`."""
     rule, last = decision.rule, len(probabilities) - 1
     likeliest = max(range(last + 1), key=probabilities.__getitem__)
     if rule == "thresholds" and last != len(decision.thresholds):
@@ -54,7 +54,7 @@ def decide(probabilities: Sequence[float], decision: Decision) -> tuple[int, str
 
 
 def deciding_rule(policy: Policy, job: Job) -> str:
-    """What decided a job's level: `hint`, `priority`, `default`, `tenant_top`, or by `decide`."""
+    """What decided a job's level: `hint`, `priority`, `default`, `tenant_top`, or see `decide`."""
     source, prediction = job.level_source, job.prediction
     if job.best_level and job.level == job.best_level:
         return "tenant_top"
