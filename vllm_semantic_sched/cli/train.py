@@ -233,8 +233,7 @@ def _report(
         policy = _print_thresholds(args.output, len(tuned.training))
         decision = load_policy(policy).decision
     measure = measure_of(str(args.output), tuned.training, decision, beside=beside)
-    labeled = read_labeled_set(args.output / TEST_FILE)
-    return report_on(labeled, measure, args.output / "report")
+    return report_on(read_labeled_set(args.output / TEST_FILE), measure, args.output / "report")
 
 
 def _print_thresholds(model: Path, texts: int) -> Path:

@@ -78,8 +78,7 @@ def evaluation_page(report: Figures) -> Page:
             [f"`{claim}`", *_cells(one, _CLAIM_COLUMNS, 2)]
             for claim, one in report["claims"].items()
         ]
-        header = ["the prompt", *_CLAIM_COLUMNS.values()]
-        parts.append(Table("Claims about urgency", header, rows))
+        parts.append(Table("Claims about urgency", ["the prompt", *_CLAIM_COLUMNS.values()], rows))
     if report["n_length"]:
         parts.append(_length_table(report))
     sentence = f"{report['description']} Model: {report['model']}. Texts: {report['n']}."
@@ -154,8 +153,7 @@ def _level_tables(report: Figures) -> Iterator[Table]:
         header = [f"{figure} of", *(f"level {level}" for level in levels)]
         yield Table(figure.capitalize(), header, rows)
     rows = [[str(level), *map(str, report["confusion"][level])] for level in levels]
-    header = ["true level", *(f"as {level}" for level in levels)]
-    yield Table("Confusion matrix", header, rows)
+    yield Table("Confusion matrix", ["true level", *(f"as {level}" for level in levels)], rows)
 
 
 def _length_table(report: Figures) -> Table:

@@ -33,8 +33,7 @@ _MOST_POINTS = 2000  # of a line
 
 def level_names(cells: Sequence[Cell]) -> list[str]:
     """All rows that a cell has, most urgent first, `all` last."""
-    names = {name for cell in cells for name in cell.levels} - {ALL}
-    return [*sorted(names, key=int), ALL]
+    return [*sorted({name for cell in cells for name in cell.levels} - {ALL}, key=int), ALL]
 
 
 def point_texts(cell: Cell) -> list[str]:

@@ -24,6 +24,7 @@ _PROMPT = 0.3  # of the English tasks: a prompt of the data folder
 _LONGEST_TASK = 300  # characters; a longer one would push the message out of the window
 _NATURAL = 0.35  # of the texts about an emergency that is not one: written as a whole
 _TYPED = 0.25  # texts with hasty typing
+_ENDED, _OPENED = 0.3, 0.35  # first parts that `opened` changes
 _CLAIMED = 0.06  # compositions that claim an urgency, which says nothing about theirs
 _ENDS = ".!?…。！？।؟ "
 Forms = Mapping[Callable[["Draft"], Example], float]  # of a composition; how often each is drawn
@@ -133,6 +134,15 @@ class Draft:
         """The texts in this order, each with its end of a sentence."""
         return self.rng.choice((" ", " ", " ", "\n", "\n\n")).join(texts)
 
+    def opened(self, text: str) -> str:
+        """`text`, at times with another end, and in English after an opening."""
+        rng = self.rng
+        if rng.random() < _ENDED:
+            text = text.rstrip(_ENDS) + rng.choice(("", "!", "...", " ...", "!!"))
+        if self.language != "en" or rng.random() > _OPENED:
+            return text
+        return rng.choice(surroundings().openers_neutral + surroundings().openers_calm) + text
+
     def in_chat(self, turns: Sequence[str], level: int) -> Example:
         """The user's turns, oldest first, in a chat template with answers between them."""
         user, answer = self.rng.choice(surroundings().exchanges)
@@ -152,7 +162,7 @@ class Draft:
         """A message as a sentence of its own before tasks: everyday stories that end with a request
         begin like that, too."""
         text, level = self.message()
-        return Example(self.typed(self.apart([text, *self.tasks(0, 7, 2, 1)])), level)
+        return Example(self.typed(self.apart([self.opened(text), *self.tasks(0, 7, 2, 1)])), level)
 
     def between_tasks(self) -> Example:
         """A message as a sentence of its own between tasks."""
@@ -174,7 +184,8 @@ class Draft:
         return Example(filled, level)
 
     def only_tasks(self) -> Example:
-        return Example(self.typed(self.joined(self.tasks(0, 6, 3, 1))), 4)
+        first, *others = self.tasks(0, 6, 3, 1)
+        return Example(self.typed(self.joined([self.opened(first), *others])), 4)
 
     def only_framed(self) -> Example:
         """A quoted or invented emergency, alone or beside a task."""

@@ -51,6 +51,7 @@ _PROMPTS_OF_LAST_LEVEL = {
 }
 _PROMPTS = 9600
 _MEDICAL_QUESTIONS = 4500
+_BESIDE = 8  # one of so many medical questions may stand beside a message
 _COMPOSED = 8000
 _COMPOSITIONS = 80_000
 
@@ -85,14 +86,16 @@ class Sources:
         """Read all sources below `root`; raises FileNotFoundError if one is missing."""
         prompts = tuple(one for one in instruction_pairs(root, _PROMPT_FILES) if one.split == split)
         written = {language: written_messages(split, language) for language in written_rows()}
+        questions = tuple(one for one in medical_questions(root) if one.split == split)
+        asked = [one.text for one in (*prompts, *questions[::_BESIDE])]
         elsewhere = (rows for language, rows in written.items() if language != "en")
         return cls(
             visits=tuple(one for one in triage_visits(root) if one.split == split),
             prompts=prompts,
-            questions=tuple(one for one in medical_questions(root) if one.split == split),
+            questions=questions,
             written=tuple(written["en"]),
             written_elsewhere=tuple(itertools.chain.from_iterable(elsewhere)),
-            composer=Composer.of(split, written, [one.text for one in prompts]),
+            composer=Composer.of(split, written, asked),
         )
 
 
@@ -195,11 +198,9 @@ def _composed_example(sources: Sources, rng: random.Random) -> Example:
         level, message = visit.level, visits.visit_message(visit, rng)
     kind = rng.random()
     if kind < 0.5:
-        task = rng.choice(surroundings().tasks)
-        return Example(noisy(with_task(message, task, rng), rng), level)
+        return Example(noisy(with_task(message, rng.choice(surroundings().tasks), rng), rng), level)
     pair = rng.choice(sources.questions if kind < 0.8 else sources.prompts)
-    text = with_question(message, pair.text, rng)
-    return Example(noisy(text, rng), level, pair.output_tokens)
+    return Example(noisy(with_question(message, pair.text, rng), rng), level, pair.output_tokens)
 
 
 def _domain_message(domain: Domain, level: int, rng: random.Random) -> str:

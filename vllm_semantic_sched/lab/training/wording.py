@@ -136,8 +136,7 @@ def wordings() -> tuple[Wording, ...]:
 def reasons() -> Mapping[str, tuple[str, str]]:
     """Everyday words and chart shorthand for the survey's coded reasons for a visit: alternatives
     joined by `|`, empty where the file has none."""
-    rows = _rows(_TEXTS / "reasons.csv")
-    return {row["reason"]: (row["everyday"], row["chart"]) for row in rows}
+    return {row["reason"]: (row["everyday"], row["chart"]) for row in _rows(_TEXTS / "reasons.csv")}
 
 
 @functools.cache
