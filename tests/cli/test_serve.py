@@ -50,15 +50,21 @@ def test_scheduler_middleware_and_a_pool_of_a_quarter_of_what_is_free() -> None:
     assert value(command, "--scheduler-cls") == SCHEDULER
     assert value(command, "--middleware") == MIDDLEWARE
     connector = json.loads(value(command, "--kv-transfer-config"))
-    assert connector["kv_connector_extra_config"] == {"host_gib": 10.0}
+    assert connector["kv_connector_extra_config"] == {"host_gib": 5.0}
     assert json.loads(value(command, "--additional-config")) == {"semantic_sched": {}}
-    assert notes == ["10 GiB of host memory keep the KV of preempted requests"]
+    note = "10 GiB of host memory keep preempted requests' KV, 5 in each worker"
+    assert notes == [note]
     assert not environment
 
 
 @pytest.mark.parametrize(
     ("free", "options", "size"),
-    [(400.0, (), 32.0), (40.0, ("--data-parallel-size=4",), 2.5), (0.5, (), None)],
+    [
+        (400.0, (), 32.0),
+        (40.0, ("--data-parallel-size=4",), 2.5),
+        (400.0, ("--tensor-parallel-size", "4", "-dp", "2"), 4.0),
+        (0.5, (), None),
+    ],
 )
 def test_size_of_the_pool(free, options, size) -> None:
     command, notes, _ = launch(*options, machine=GPU._replace(free_gib=free))
@@ -116,6 +122,7 @@ def test_policy_and_profile_join_other_settings() -> None:
         (("-pp=2",), {"host_gib": 4.0}, "pipeline parallelism"),
         (("--kv_transfer_config", "{}"), {"host_gib": 4.0}, "another connector"),
         ((), {"host_gib": 50.0}, "40.0 GiB that are free"),
+        (("-tp", "8"), {"host_gib": 6.0}, "6 for each of 8 workers is more than the 40.0 GiB"),
         (("--additional-config", "{"), {}, "not JSON"),
         (("--additional-config", '{"semantic_sched": 1}'), {}, "JSON object"),
     ],

@@ -320,7 +320,7 @@ def test_one_command_serves_with_all_that_the_scheduler_needs(one_command) -> No
     # The middleware's.
     assert complete(one_command, path="/v1/semsched/status")[0] != 404
     log = one_command.config.log.read_text()
-    assert "0.05 GiB of host memory keep the KV of preempted requests" in log
+    assert "0.05 GiB of host memory keep preempted requests' KV" in log
     assert "profile derived from the model's configuration" in log
 
 

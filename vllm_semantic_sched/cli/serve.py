@@ -73,8 +73,9 @@ def _add_own_options(parser: argparse.ArgumentParser) -> None:
     add("--policy", metavar="NAME|FILE", help="policy: a name or a YAML file (default: ems)")
     add("--profile", metavar="NAME|FILE", help="engine profile, instead of the policy's")
     text = (
-        "host memory for the KV of preempted requests, per engine; 0: recompute it (default: a "
-        f"quarter of what is free, at most {_LARGEST_POOL:g})"
+        "host memory for the KV of preempted requests, for each worker process, of which a GPU has "
+        f"one; 0: recompute it (default: in all a quarter of what is free, at most "
+        f"{_LARGEST_POOL:g})"
     )
     add("--host-gib", type=float, metavar="G", help=text)
     add("--events", metavar="FILE", help=f"event log (with --observe by default: {_EVENTS})")
@@ -267,7 +268,7 @@ def short_steps(options: Sequence[str], cores: int) -> list[str]:
 
 
 def _host_pool(rest: list[str], host_gib: float | None, free_gib: float) -> tuple[float, str]:
-    """GiB of the host pool, 0 for none, and a note that says so."""
+    """GiB of the host pool of each worker process, 0 for none, and a note that says so."""
     given, obstacle = _given(rest), None
     if "--kv-transfer-config" in given:
         obstacle = "--kv-transfer-config names another connector"
@@ -277,19 +278,21 @@ def _host_pool(rest: list[str], host_gib: float | None, free_gib: float) -> tupl
         if host_gib:
             raise Failure(f"--host-gib {host_gib:g} cannot be used: {obstacle}")
         return 0.0, f"KV of preempted requests is recomputed: {obstacle}"
-    engines = int(given.get("--data-parallel-size") or given.get("-dp") or 1)
+    workers = int(given.get("--data-parallel-size") or given.get("-dp") or 1)
+    workers *= int(given.get("--tensor-parallel-size") or given.get("-tp") or 1)
     if host_gib is None:
-        host_gib = round(min(_LARGEST_POOL, free_gib * _SHARE_OF_FREE) / engines, 2)
+        host_gib = round(min(_LARGEST_POOL, free_gib * _SHARE_OF_FREE) / workers, 2)
         if host_gib < _SMALLEST_POOL:
             return 0.0, f"{free_gib:.1f} GiB of memory are free: too few to keep KV in"
-    if host_gib * engines > free_gib:
+    if host_gib * workers > free_gib:
         raise Failure(
-            f"--host-gib {host_gib:g} for each of {engines} engines is more than the "
+            f"--host-gib {host_gib:g} for each of {workers} workers is more than the "
             f"{free_gib:.1f} GiB that are free"
         )
     if not host_gib:
         return 0.0, "KV of preempted requests is recomputed: --host-gib 0"
-    return host_gib, f"{host_gib:g} GiB of host memory keep the KV of preempted requests"
+    each = f", {host_gib:g} in each worker" if workers > 1 else ""
+    return host_gib, f"{host_gib * workers:g} GiB of host memory keep preempted requests' KV{each}"
 
 
 def _given(options: Sequence[str]) -> dict[str, str]:
