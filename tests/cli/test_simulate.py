@@ -80,6 +80,17 @@ def test_without_bokeh_the_page_is_left_out(tmp_path, capsys, monkeypatch) -> No
     assert (tmp_path / "results.json").is_file()
 
 
+@pytest.mark.parametrize("command", [["whatif", "--policy", "ems"], ["corrections"]])
+def test_commands_on_a_server_name_the_extra_that_they_need(
+    command, tmp_path, capsys, monkeypatch
+) -> None:
+    for name in ("whatif", "training.corrections"):
+        monkeypatch.setitem(sys.modules, f"vllm_semantic_sched.lab.{name}", None)
+    (tmp_path / "file").write_text("")
+    assert main([*command, str(tmp_path / "file")]) == 1
+    assert 'pip install "vllm-semantic-sched[lab]"' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -29,14 +29,19 @@ def failing(*errors: type[Exception], status: int = 1) -> Iterator[None]:
 
 
 @contextmanager
+def _naming_the_extra() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        hint = 'pip install "vllm-semantic-sched[lab]" installs the packages needed'
+        raise Failure(f"{error}; {hint}") from error
+
+
+@contextmanager
 def failing_in_lab() -> Iterator[None]:
     """Decorator of a command that needs the extra `lab`: wrong files, options or packages."""
-    with failing(OSError, ValueError, ImportError):
-        try:
-            yield
-        except ModuleNotFoundError as error:
-            hint = 'pip install "vllm-semantic-sched[lab]" installs the packages needed'
-            raise Failure(f"{error}; {hint}") from error
+    with failing(OSError, ValueError, ImportError), _naming_the_extra():
+        yield
 
 
 @contextmanager
@@ -45,7 +50,7 @@ def simulating() -> Iterator[None]:
     1 if a file cannot be read or written."""
     from vllm_semantic_sched.sim.workload import WorkloadError
 
-    with failing(OSError), failing(PolicyError, WorkloadError, status=2):
+    with failing(OSError), failing(PolicyError, WorkloadError, status=2), _naming_the_extra():
         yield
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from vllm_semantic_sched.cli.arguments import Failure, failing
+from vllm_semantic_sched.cli.arguments import Failure, failing, failing_in_lab
 from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
 from vllm_semantic_sched.policy.config import load_policy
@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, default=Path("decision.yaml"), metavar="FILE", help=text)
 
 
-@failing(AdminError, ImportError, OSError, ValueError)
+@failing(AdminError)
+@failing_in_lab()
 def run(args: argparse.Namespace) -> None:
     """Record, or refit and print; 1 if the source or the policy cannot be used, 2 for a wrong
     option."""
