@@ -19,6 +19,7 @@ from vllm_semantic_sched.sim.spans import chrome_trace
 
 _MOST_FINDINGS = 20  # printed
 _COUNTS = ("completed", "cancelled", "failed", "refused", "unfinished")
+_NOTES = {"held": "held: in all", "raised": "raised: requests, by a second look"}
 _TIMES = {"queueing delay": "queueing_delay", "TTFT": "ttft", "E2E": "e2e"}
 
 
@@ -81,9 +82,9 @@ def _verify(paths: list[Path]) -> int:
 
 
 def _print(rows: list[dict[str, Any]], written: list[Path], unreadable: int, drawn: int) -> None:
-    held = ("held",) if any(row["held"] for row in rows) else ()
-    columns = ("level", "tier", "requests", *_COUNTS, "preemptions", *held, *_TIMES)
-    title = "seconds: p50 / p99" + (", held: in all" if held else "")
+    seen = [name for name in _NOTES if any(row[name] for row in rows)]
+    columns = ("level", "tier", "requests", *_COUNTS, "preemptions", *seen, *_TIMES)
+    title = ", ".join(("seconds: p50 / p99", *(_NOTES[name] for name in seen)))
     table = make_table(title, *columns, words=0)
     for name in ("tier", "preemptions"):
         table.columns[columns.index(name)].justify = "left"
@@ -92,7 +93,7 @@ def _print(rows: list[dict[str, Any]], written: list[Path], unreadable: int, dra
         table.add_row(
             *(str(row[name]) for name in ("level", "tier", "requests", *_COUNTS)),
             preemptions or "-",
-            *(f"{row[name]:.1f}" for name in held),
+            *(f"{row[name]:.{int(name == 'held')}f}" for name in seen),
             *(_percentiles(row, name) for name in _TIMES.values()),
         )
     console = make_console()

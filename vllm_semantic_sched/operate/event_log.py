@@ -37,6 +37,7 @@ class LoggedRequest:
     end: float | None = None
     preemptions: Counter[str] = field(default_factory=Counter)  # by what happened to the KV
     held: float = 0.0  # seconds in which it had a seat and got no token
+    raised: bool = False  # by a second look
     spans: list[Span] = field(default_factory=list)
 
     def end_span(self, now: float, kind: str) -> None:
@@ -105,14 +106,14 @@ class LogReader:
             keeps = self._kept < self._limit and now >= self._since
             self._kept += keeps
             self._unfinished_kept += keeps
-            whole = event["from"] is None
-            request = LoggedRequest(key[1], key[0], level, tier, now, whole, keeps)
+            request = LoggedRequest(key[1], key[0], level, tier, now, event["from"] is None, keeps)
             self._requests[key] = request
             if event["from"] == "running":
                 request.seated = now
         elif request.state in UNSEATED:
             self._waiting[request.tier] -= 1
         request.level, request.tier, request.state = level, tier, state
+        request.raised |= event.get("level_from") == "second_look"
         if event.get("first_token") is not None:
             request.first_token = float(event["first_token"]) - self._start
         if "held" in event:
@@ -187,12 +188,13 @@ def events_in(path: Path, wanted: str = "") -> Iterator[dict[str, Any]]:
 
 
 class TierSummary:
-    """Counts and times of one tier; `held` is in seconds. Takes 8 bytes per request and time."""
+    """Counts and times of one tier; `held` is in seconds, `raised` counts requests that a second
+    look raised. Takes 8 bytes per request and time."""
 
     def __init__(self) -> None:
         self.states: Counter[str] = Counter()
         self.preemptions: Counter[str] = Counter()
-        self.held = 0.0
+        self.held, self.raised = 0.0, 0
         self.times = {name: array("d") for name in ("queueing_delay", "ttft", "e2e")}
 
     def add(self, request: LoggedRequest) -> None:
@@ -200,6 +202,7 @@ class TierSummary:
         self.states[request.state if request.end is not None else "unfinished"] += 1
         self.preemptions.update(request.preemptions)
         self.held += request.held
+        self.raised += request.raised
         if not request.whole:
             return
         completed = request.end if request.state == "completed" else None
@@ -209,13 +212,13 @@ class TierSummary:
                 times.append(moment - request.arrival)
 
     def row(self) -> dict[str, Any]:
-        """Number of requests, counts by last state, preemptions by kind, seconds held, and 50th
-        and 99th percentiles in seconds (None without values)."""
+        """Number of requests, counts by last state, preemptions by kind, seconds held, how many
+        were raised, and 50th and 99th percentiles in seconds (None without values)."""
         import numpy as np
 
         row: dict[str, Any] = {"requests": self.states.total()}
         row |= {state: self.states[state] for state in (*END_STATES, "unfinished")}
-        row |= {"preemptions": dict(self.preemptions), "held": self.held}
+        row |= {"preemptions": dict(self.preemptions), "held": self.held, "raised": self.raised}
         for name, times in self.times.items():
             for rank in (50, 99):
                 row[f"{name}_p{rank}"] = float(np.percentile(times, rank)) if times else None

@@ -179,8 +179,8 @@ def trace_page(
             [*(row[name] for name in figures), *(row["preemptions"].get(k, 0) for k in preemptions)]
             for row in rows
         ],
-        note="Times in seconds; held: sum over all requests. Last columns: preemptions by what "
-        "happened to the KV.",
+        note="Times in seconds; held: sum over all requests; raised: requests, by a second look. "
+        "Last columns: preemptions by what happened to the KV.",
     )
     parts = table, gantt_chart("Seats", spans, requests), _tier_depths(reader)
     return Page("Event log", sentence, parts, options, python_and_versions("vllm"))
