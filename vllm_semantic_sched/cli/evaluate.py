@@ -147,8 +147,7 @@ def report_on(
     page = evaluation_page(report)
     text = markdown(page)
     output.mkdir(parents=True, exist_ok=True)
-    document = json.dumps(report, indent=2) + "\n"
-    (output / "report.json").write_text(document, encoding="utf-8")
+    (output / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     (output / "report.md").write_text(text, encoding="utf-8")
     print(text)
     save_page(page, output)

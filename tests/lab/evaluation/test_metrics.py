@@ -163,13 +163,14 @@ def test_groups_by_hand():
         "kappa": pytest.approx(-2 / 3),
         "recall_within_one": 0.5,
         "recall_of_0": 0.0,
+        "found_of_0": 1.0,
         "missed_of_0": 0.0,
         "urgent_recall": 1.0,
         "false_alarms": None,
     }
     assert figures["news"]["accuracy"] == pytest.approx(1 / 3)
     assert figures["news"]["false_alarms"] == pytest.approx(1 / 3)
-    assert figures["news"]["recall_of_0"] is None
+    assert figures["news"]["recall_of_0"] is figures["news"]["found_of_0"] is None
 
 
 def test_tau_by_hand():

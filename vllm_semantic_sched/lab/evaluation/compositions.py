@@ -99,6 +99,5 @@ def _turns(chat: Conversation) -> Iterator[tuple[str, Example]]:
         if len(turn) == 3:
             level = turn[2]
             started = chat.kind != "never" and (started or level <= _URGENT)
-            during = "over" if level >= _CALM else "emergency"
-            part = during if started else "no emergency"
+            part = "no emergency" if not started else "over" if level >= _CALM else "emergency"
             yield part, Example(f"{text}<|im_start|>assistant\n", level)

@@ -26,8 +26,8 @@ BUILTIN_SETS = {
     "lengths-test": "Dolly and MedQuAD prompts kept for testing.",
     "alpaca-test": "A tenth of the Alpaca prompts, none of them trained on.",
     "dolly": "All Dolly prompts; those outside lengths-test may have been trained on.",
-    "alpaca-eval": "AlpacaEval prompts with the answers of 14 models; figures are means over the "
-    "models, from the prompt alone.",
+    "alpaca-eval": "AlpacaEval prompts, everyday ones of level 4, with the answers of 14 models; "
+    "figures of lengths are means over the models, from the prompt alone.",
 }
 """Test sets in the data folder, with a description for reports."""
 
@@ -98,7 +98,7 @@ def builtin_set(name: str, root: Path | None) -> LabeledSet:
         )
     if name == "alpaca-eval":
         answered = list(alpaca_eval_answers(root))
-        texts = [Example(text) for text, _ in answered]
+        texts = [Example(text, URGENCY_LEVELS - 1) for text, _ in answered]
         return LabeledSet(name, texts, answers=[tokens for _, tokens in answered])
     if name == "nhamcs-test":
         visits = (visit for visit in triage_visits(root) if visit.split == "test")

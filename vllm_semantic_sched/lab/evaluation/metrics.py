@@ -114,6 +114,7 @@ def level_figures(
         "auc": area_under_curve([true <= last for true in truth], urgent_shares),
         "urgent_recall": mean([level <= last for true, level in pairs if true <= last]),
         "urgent_precision": mean([true <= last for true, level in pairs if level <= last]),
+        **_at_the_ends(pairs),
         "ece": expected_calibration_error(truth, probabilities),
         "expected_cost": mean([mistake_cost(true, level, prices) for true, level in pairs]),
         "confusion": confusion,
@@ -131,9 +132,8 @@ def group_figures(
     """Per group of texts, in order of appearance: how often the decided level is right.
 
     `kappa` has quadratic weights. `recall_within_one` counts a level that is off by one as right.
-    `recall_of_0` is the share of texts of level 0 decided at 0, `missed_of_0` the share decided at
-    4, `urgent_recall` the share of texts of levels 0 and 1 decided at 0 or 1, `false_alarms` that
-    of levels 3 and 4; None where a group has no such text.
+    `recall_of_0` is the share of texts of level 0 decided at 0, `urgent_recall` that of levels 0
+    and 1 decided at 0 or 1; None where a group has no such text. For the others see `_at_the_ends`.
     """
     members: dict[str, list[tuple[int, int]]] = {}
     for group, *pair in zip(groups, truth, decided, strict=True):
@@ -142,18 +142,29 @@ def group_figures(
     for group, pairs in members.items():
         worst = [level for true, level in pairs if true == 0]
         urgent = [level for true, level in pairs if true <= LAST_URGENT_LEVEL]
-        calm = [level for true, level in pairs if true >= FIRST_CALM_LEVEL]
         figures[group] = {
             "n": len(pairs),
             "accuracy": mean([true == level for true, level in pairs]),
             "kappa": quadratic_weighted_kappa(*zip(*pairs, strict=True)),
             "recall_within_one": mean([abs(true - level) <= 1 for true, level in pairs]),
             "recall_of_0": mean([level == 0 for level in worst]),
-            "missed_of_0": mean([level == 4 for level in worst]),
             "urgent_recall": mean([level <= LAST_URGENT_LEVEL for level in urgent]),
-            "false_alarms": mean([level <= LAST_URGENT_LEVEL for level in calm]),
+            **_at_the_ends(pairs),
         }
     return figures
+
+
+def _at_the_ends(pairs: Sequence[tuple[int, int]]) -> dict[str, float | None]:
+    """Of true and decided levels: `found_of_0`, the share of level 0 decided at 0 or 1,
+    `missed_of_0`, that decided at 4, and `false_alarms`, that of levels 3 and 4 decided at 0 or
+    1."""
+    worst = [level for true, level in pairs if true == 0]
+    calm = [level for true, level in pairs if true >= FIRST_CALM_LEVEL]
+    return {
+        "found_of_0": mean([level <= LAST_URGENT_LEVEL for level in worst]),
+        "missed_of_0": mean([level == 4 for level in worst]),
+        "false_alarms": mean([level <= LAST_URGENT_LEVEL for level in calm]),
+    }
 
 
 def kendall_tau(truth: Sequence[float], scores: Sequence[float]) -> float:

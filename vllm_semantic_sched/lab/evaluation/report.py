@@ -35,6 +35,7 @@ _GROUP_COLUMNS = {
     "kappa": "kappa",
     "recall_within_one": "within one level",
     "recall_of_0": "level 0 decided at 0",
+    "found_of_0": "at 0, 1",
     "missed_of_0": "at 4",
     "urgent_recall": "levels 0, 1 decided at 0, 1",
     "false_alarms": "levels 3, 4 decided at 0, 1",
