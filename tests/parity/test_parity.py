@@ -20,7 +20,7 @@ POLICIES = [name for name in shipped_names("policy") if name != "fcfs"]
 
 # Preempts whenever somebody more urgent waits; with every level in use somebody often is.
 PREEMPTING = """
-decision: {not_last: 2}
+decision: {possible: [2, 2]}
 preemption: {max_per_request: 1000, max_victims_per_step: 8}
 retention: {mode: MODE, max_stall: 100}
 correct_profile: false

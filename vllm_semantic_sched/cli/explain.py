@@ -92,7 +92,7 @@ def _show(console: Console, explanation: Explanation) -> None:
 
 
 def _show_words(console: Console, explanation: Explanation) -> None:
-    title = f"words that speak for (+) and against (-) level {explanation.level}"
+    title = f"words that speak for (+) and against (-) level {explanation.weighed}"
     if explanation.occluded != explanation.word_count:
         half = explanation.occluded // 2
         title += f", of the first and last {half} of {explanation.word_count}"

@@ -46,7 +46,7 @@ class LengthShare:
 
 @dataclasses.dataclass(frozen=True)
 class WordWeight:
-    """A word, and how much probability and log-odds of the decided level fall without it."""
+    """A word, and how much probability and log-odds of `Explanation.weighed` fall without it."""
 
     word: str
     position: int  # in the text, from 0
@@ -86,6 +86,7 @@ class Explanation:
     lengths: tuple[LengthShare, ...]  # predicted; empty if the model predicts no lengths
     tokens: dict[str, float]  # expected output by estimate; empty likewise
     remaining_seconds: float  # predicted engine time for the whole request
+    weighed: int  # the level for which words speak: 0 if its possibility decided, else the decided
     words: tuple[WordWeight, ...]  # heaviest first
     occluded: int  # words that were left out one by one
     word_count: int  # all words
@@ -96,19 +97,21 @@ class Explanation:
 
 def _word_weights(
     text: str, predictor: TextPredictor, policy: Policy
-) -> tuple[Prediction, list[WordWeight]]:
-    """The prediction, and what it owes to single words: it is made again without each."""
+) -> tuple[Prediction, int, list[WordWeight]]:
+    """The prediction, the level that decided, and what it owes to single words: the prediction is
+    made again without each."""
     words = text.split()
     # A predictor does not see the middle of a long text either.
     positions = cut_pieces(list(range(len(words))), _OCCLUDED)
     shorter = [" ".join(words[:at] + words[at + 1 :]) for at in positions]
     prediction, *without = predictor.predict([text, *shorter])
     whole, weights = prediction.urgency, []
-    decided, _ = decide(whole, policy.decision)
+    level, by = decide(whole, policy.decision)
+    decided = 0 if by == "possible" else level
     for at, one in zip(positions, without, strict=True):
         log_odds = _log_odds(whole, decided) - _log_odds(one.urgency, decided)
         weights.append(WordWeight(words[at], at, whole[decided] - one.urgency[decided], log_odds))
-    return prediction, weights
+    return prediction, decided, weights
 
 
 def explain(
@@ -121,7 +124,7 @@ def explain(
 ) -> Explanation:
     """How the scheduler would treat `text` under a policy; `max_tokens`: the client's limit on
     output tokens, None: no limit."""
-    prediction, weights = _word_weights(text, predictor, policy)
+    prediction, weighed, weights = _word_weights(text, predictor, policy)
     whole, decision = prediction.urgency, policy.decision
     core = SchedulingCore(policy, profile, predictor.length_buckets)
     job = core.arrive(
@@ -145,6 +148,7 @@ def explain(
         lengths=lengths,
         tokens=tokens,
         remaining_seconds=core.estimates.remaining(job),
+        weighed=weighed,
         words=tuple(sorted(weights, key=lambda one: -abs(one.log_odds))),
         occluded=len(weights),
         word_count=len(text.split()),
@@ -177,7 +181,7 @@ def _rule_in_words(probabilities: Sequence[float], decision: Decision) -> str:
         "most_likely": "highest probability",
         "certain": f"probability of at least {decision.certain:g}",
         "thresholds": f"expected level {expected_level(probabilities):.2f}, cut at {cuts}",
-        "not_last": f"level 0 has a probability of at least {decision.not_last:g}",
+        "possible": f"level 0 has a probability of {probabilities[0]:.2g}",
     }
     rule = decide(probabilities, decision)[1]
     return f"{rule}: {words[rule]}"
@@ -202,8 +206,7 @@ def _lengths(
     if length is None or buckets is None:
         return (), {}
     ends = (*(edge - 1 for edge in buckets.edges), None)
-    shares = tuple(map(LengthShare, (1, *buckets.edges), ends, length))
-    return shares, {
+    return tuple(map(LengthShare, (1, *buckets.edges), ends, length)), {
         estimate: min(limit, expected_output_tokens(length, buckets, 0, estimate))
         for estimate in get_args(Estimate)
     }

@@ -52,6 +52,20 @@ def test_the_level_and_the_costs_are_those_of_the_policy() -> None:
     assert explained("a box", levels=1, default_level=0).level == 0
 
 
+def test_words_speak_for_level_0_where_its_possibility_decided() -> None:
+    text = "a big box"  # 0.3 for level 0, 0.7 for level 1
+    decided = {"rule": "thresholds", "thresholds": [0.1, 0.2], "certain": 1.01}
+    result = explained(text, decision={**decided, "possible": [0.3, 0.3]})
+    assert (result.level, result.weighed, result.rule) == (
+        1,
+        0,
+        "possible: level 0 has a probability of 0.3",
+    )
+    assert result.words[0].word == "big" and result.words[0].log_odds > 0
+    without = explained(text, decision={**decided, "possible": [1.01, 1.01]})
+    assert (without.level, without.weighed) == (2, 2)
+
+
 def test_lengths_and_time() -> None:
     result = explained("fire")
     assert [(one.shortest, one.longest) for one in result.lengths] == [(1, 49), (50, None)]

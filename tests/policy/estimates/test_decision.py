@@ -14,6 +14,7 @@ from vllm_semantic_sched.policy.estimates.decision import (
 
 LIKELIEST = Decision(rule="most_likely")
 LEAST_COST = Decision(rule="least_cost")
+NEVER = (1.01, 1.01)
 SYMMETRIC = Decision(rule="least_cost", missed_cost=(1.0,))
 
 
@@ -55,28 +56,29 @@ def test_equal_costs_give_the_median_and_high_missed_costs_urgency():
 @given(distributions(5), distributions(5))
 def test_thresholds_follow_the_expected_level(one, other):
     calm, urgent = sorted((one, other), key=expected_level, reverse=True)
-    decision = Decision(certain=1.01, not_last=1.01)
+    decision = Decision(certain=1.01, possible=NEVER)
     assert 0 <= decide_level(urgent, decision) <= decide_level(calm, decision) <= 4
 
 
 @given(distributions(5))
 def test_certain_level_is_taken_as_it_is(probabilities):
-    decision = Decision(not_last=1.01)
+    decision = Decision(possible=NEVER)
     level = decide_level(probabilities, decision)
     if max(probabilities) >= decision.certain:
         assert probabilities[level] == max(probabilities)
     else:
-        assert level == decide_level(probabilities, Decision(certain=1.01, not_last=1.01))
+        assert level == decide_level(probabilities, Decision(certain=1.01, possible=NEVER))
 
 
-@given(distributions(), st.floats(0.01, 0.5))
-def test_possible_emergency_gets_the_level_before_the_last_of_several(probabilities, least):
+@given(distributions(), st.floats(0.01, 0.5), st.floats(0.01, 0.5))
+def test_possible_emergency_gets_level_1_or_the_level_before_the_last(probabilities, one, other):
     cuts = tuple(0.5 + cut for cut in range(len(probabilities) - 1)) or (0.5,)
-    off, on = (Decision(thresholds=cuts, not_last=each) for each in (1.01, least))
+    off, on = (Decision(thresholds=cuts, possible=each) for each in (NEVER, (one, other)))
     level, last = decide_level(probabilities, off), len(probabilities) - 1
-    spared = level == last > 1 and probabilities[0] >= least
-    assert decide_level(probabilities, on) == level - spared
-    assert (decide(probabilities, on)[1] == "not_last") == spared
+    least = 1 if probabilities[0] >= one else last - 1 if probabilities[0] >= other else last
+    expected = min(level, max(1, least))
+    assert decide_level(probabilities, on) == expected
+    assert (decide(probabilities, on)[1] == "possible") == (expected < level)
 
 
 @given(distributions())

@@ -97,11 +97,11 @@ def write_thresholds(
 ) -> None:
     """Write to a stored model's folder a policy that cuts its expected level where it agrees best
     with the levels of `examples`, with at least this recall of levels 0 and 1. The policy
-    turns off `decision.not_last`, which was chosen for the shipped model."""
+    turns off `decision.possible`, which was chosen for the shipped model."""
     predictor = TextPredictor.load(str(model), threads)
     probabilities = [one.urgency for one in predictor.predict([one.text for one in examples])]
     levels = [one.level or 0 for one in examples]
     thresholds = fitted_thresholds(probabilities, levels, Decision().certain, urgent_recall)
-    decision = {"rule": "thresholds", "thresholds": list(thresholds), "not_last": 1.01}
+    decision = {"rule": "thresholds", "thresholds": list(thresholds), "possible": [1.01, 1.01]}
     text = yaml.safe_dump({"decision": decision}, default_flow_style=None, sort_keys=False)
     (model / THRESHOLDS_FILE).write_text(text, encoding="utf-8")

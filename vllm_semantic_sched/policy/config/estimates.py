@@ -4,7 +4,7 @@ import itertools
 import math
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, PositiveFloat, field_validator
 
 from vllm_semantic_sched.policy.facts.section import Section
 
@@ -97,9 +97,9 @@ class Decision(Section):
     certain: float = Field(0.75, gt=0.5, le=1.01)
     """`thresholds`: probability from which a level is taken as it is. Messages of people mostly
     reach it, chart notes hardly ever; above 1 the thresholds decide always."""
-    not_last: float = Field(0.01, gt=0)
-    """`thresholds`: probability of level 0 from which a request gets the level before the last
-    instead of the last, however calm the rest of its text is. Above 1: never."""
+    possible: tuple[PositiveFloat, PositiveFloat] = (0.2, 0.01)
+    """`thresholds`: probability of level 0 from which a request is served at level 1 or 0, and that
+    from which it is not served at the last level, even if that is `certain`. Above 1: never."""
     missed_cost: tuple[float, ...] = Field((12.0, 6.0, 1.0), min_length=1)
     """`least_cost`: cost of serving a request one level too late, relative to 1 for one level too
     early; one number per true level, the last one for all further levels."""

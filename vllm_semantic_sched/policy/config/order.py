@@ -20,8 +20,8 @@ class WeightedLevels(Section):
     factor: float | None = Field(None, gt=1)
     """A request runs before one that is one level more urgent if its remaining time is at least
     this many times shorter; two levels count as the square of it. Levels 0 and 1 run before all
-    others, by urgency alone, and only they preempt. Unset: urgency decides alone. For `base:
-    semantic`."""
+    others, by urgency and then remaining time, and only they preempt. Unset: all requests run by
+    urgency and then remaining time. For `base: semantic`."""
 
     def weighs(self, level: float) -> bool:
         """Whether requests of an effective level are ordered by urgency and time together."""
@@ -39,8 +39,8 @@ class Aging(Section):
     """Levels per promotion. Fractions order requests of a level by waiting time sooner; whole
     levels keep the shortest first for longer."""
     cap: int | None = Field(None, ge=1)
-    """Most promotions of one request. Unset: until it is overdue, that is, above level 0, where
-    requests run by arrival. With too small a cap the wait is unbounded."""
+    """Most promotions of one request. Unset: until it is overdue, that is, more urgent than level
+    0, where requests run by arrival. With too small a cap the wait is unbounded."""
     share: float = Field(0.1, gt=0, le=1)
     """Most admissions, as a share, in which an aged request overtakes a more urgent one."""
 
@@ -111,9 +111,9 @@ class KvPeakKnobs(Section):
 
     enabled: bool = False
     """A waiting request starts only if the running requests and it will fit into the KV cache at
-    every later step, by their predicted lengths. Requests of levels 0 and 1 start regardless.
-    Otherwise it starts as soon as its prompt fits, and requests are preempted when the answers no
-    longer fit."""
+    every later step, by their predicted lengths. Levels 0 and 1 and overdue requests start
+    regardless. Off: it starts as soon as its prompt fits, and requests are preempted when the
+    answers no longer fit."""
 
 
 class Stage(Section):

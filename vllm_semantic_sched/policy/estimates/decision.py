@@ -35,7 +35,7 @@ def decide_level(probabilities: Sequence[float], decision: Decision) -> int:
 
 
 def decide(probabilities: Sequence[float], decision: Decision) -> tuple[int, str]:
-    """The level, and what decided it: the rule, or `decision.certain` or `decision.not_last`."""
+    """The level, and what decided it: the rule, or `decision.certain` or `decision.possible`."""
     rule, last = decision.rule, len(probabilities) - 1
     likeliest = max(range(last + 1), key=probabilities.__getitem__)
     if rule == "thresholds" and last != len(decision.thresholds):
@@ -48,9 +48,9 @@ def decide(probabilities: Sequence[float], decision: Decision) -> tuple[int, str
     level, by = likeliest, "certain"
     if probabilities[likeliest] < decision.certain:
         level, by = bisect.bisect_right(decision.thresholds, expected_level(probabilities)), rule
-    if 1 < level == last and probabilities[0] >= decision.not_last:
-        return last - 1, "not_last"
-    return level, by
+    bounds = zip(decision.possible, (1, last - 1), strict=True)
+    least = min((at for bound, at in bounds if probabilities[0] >= bound), default=last)
+    return (max(1, least), "possible") if max(1, least) < level else (level, by)
 
 
 def deciding_rule(policy: Policy, job: Job) -> str:
@@ -83,8 +83,7 @@ def reading_order(policy: Policy, hint: Hint, provisional: Prediction | None) ->
     if (reading := _counted(policy, hint, provisional)) is not None:
         each, last = (reading.urgency, reading.part or reading.urgency), len(reading.urgency) - 1
         return -fmean(doubt(urgency, last, 0.0, policy.decision) for urgency in each)
-    level = reading_level(policy, hint, None)
-    return -mistake_cost(level, policy.levels - 1, policy.decision)
+    return -mistake_cost(reading_level(policy, hint, None), policy.levels - 1, policy.decision)
 
 
 def _counted(policy: Policy, hint: Hint, provisional: Prediction | None) -> Prediction | None:
