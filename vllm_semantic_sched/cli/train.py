@@ -230,8 +230,7 @@ def _report(
         print(f"{known} are trained on as well")
     decision = Decision()
     if args.kind == "urgency":
-        policy = _print_thresholds(args.output, len(tuned.training))
-        decision = load_policy(policy).decision
+        decision = load_policy(_print_thresholds(args.output, len(tuned.training))).decision
     measure = measure_of(str(args.output), tuned.training, decision, beside=beside)
     return report_on(read_labeled_set(args.output / TEST_FILE), measure, args.output / "report")
 

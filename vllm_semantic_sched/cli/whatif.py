@@ -62,6 +62,5 @@ def _print_table(cells: Sequence[Cell], metric: str, title: str) -> None:
     rows = []
     for level in runs.level_names(cells):
         count, *_ = runs.metric_values(cells, level, "count")
-        values = runs.metric_values(cells, level, metric)
-        rows.append([level, *map(number_text, (count, *values))])
+        rows.append([level, *map(number_text, (count, *runs.metric_values(cells, level, metric)))])
     print_table(f"{metric}: {metrics.METRICS[metric]}; {title}", columns, rows)

@@ -173,8 +173,7 @@ def replay(log: EngineLog, policies: dict[str, Policy]) -> WhatIf:
         task = Task(_scenario(log, name, policy, profile), name, 0, _given(log, policy))
         cells += cells_of([task], [run_task(task)])
         verdicts.append(_verdict(cells[0], cells[-1], task.scenario.slos(name)))
-    notes = list(_doubts(log, policies, fitted, cells))
-    return WhatIf(cells, recorded.settings, verdicts, notes)
+    return WhatIf(cells, recorded.settings, verdicts, list(_doubts(log, policies, fitted, cells)))
 
 
 def errors(cells: Sequence[Cell]) -> dict[tuple[str, str], float]:

@@ -181,8 +181,7 @@ class InstantReader:
         names = self._features.names(text)
         rows = self._table.rows[list(names), : self.levels] / max(1, len(names)) ** DAMPING
         others = (rows.sum(axis=1) - rows[:, level]) / max(1, self.levels - 1)
-        weights = rows[:, level] - others
-        pairs = zip(names.values(), map(float, weights), strict=True)
+        pairs = zip(names.values(), map(float, rows[:, level] - others), strict=True)
         return sorted(pairs, key=lambda pair: -abs(pair[1]))[:count]
 
 

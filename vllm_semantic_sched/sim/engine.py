@@ -199,8 +199,7 @@ class Engine:
         return self._prefilling
 
     def most_urgent_decode(self) -> Job | None:
-        decodes = self.running and self.running[0] not in self._prefilling
-        return self.running[0] if decodes else None
+        return self.running[0] if self.running and self.running[0] not in self._prefilling else None
 
     def can_advance(self, job: Job) -> bool:
         return True  # no token is in flight between steps, and KV is loaded within one

@@ -140,8 +140,7 @@ class Simulation:
         prediction = self.predictions.each[index] if reads else None
         awaits = prediction is not None
         instant = self.instant.each[index] if awaits and self.instant is not None else None
-        level = reading_level(policy, hint, instant)
-        placed = self.placed[index] = self.router.choose(level)
+        placed = self.placed[index] = self.router.choose(reading_level(policy, hint, instant))
         replica = self.replicas[placed.engine]
         # One limit for all clients must not tell the policy the length of an answer.
         limit = request.output_tokens if settings.workload.limits else self._longest

@@ -108,8 +108,7 @@ def draw_levels(
     the count of a rare level would vary with the seed."""
     weights = np.array(mix or [1.0] * levels)
     edges = np.rint(np.cumsum(weights) / weights.sum() * count)
-    ordered = np.searchsorted(edges, np.arange(count), side="right")
-    return rng.permutation(ordered)
+    return rng.permutation(np.searchsorted(edges, np.arange(count), side="right"))
 
 
 def _draw_lengths(model: Lengths, count: int, rng: np.random.Generator) -> np.ndarray:

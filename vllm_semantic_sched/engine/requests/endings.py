@@ -155,8 +155,7 @@ class RecentReadings:
         if job.prediction is None or job.awaits_prediction:
             return
         origin = origin_of(job.request_id)
-        urgency = list(job.prediction.urgency)
-        self._readings[origin] = {"probabilities": urgency, "level": job.level}
+        self._readings[origin] = {"probabilities": list(job.prediction.urgency), "level": job.level}
         self._readings.move_to_end(origin)
         if len(self._readings) > _KEPT:
             self._readings.popitem(last=False)

@@ -111,8 +111,7 @@ class ReplicaChoice:
                 return
 
     def _unsent(self, request: str) -> _Request | None:
-        entries = self._requests.get(request, ())
-        return next((entry for entry in entries if not entry.sent), None)
+        return next((entry for entry in self._requests.get(request, ()) if not entry.sent), None)
 
     def _remove(self, request: str, entry: _Request) -> None:
         self._placement.leave(entry.placed)

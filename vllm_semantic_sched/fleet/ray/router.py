@@ -94,8 +94,7 @@ class UrgencyRouter(RequestRouter):
         request = {name: getattr(body, name, None) for name in _FIELDS}
         given = getattr(more[0], "headers", None) if more else None
         headers = [(name.lower().encode(), text.encode()) for name, text in (given or {}).items()]
-        priority = Incoming.of({"headers": headers}).priority
-        return self._rules.glance_at(request, priority).level
+        return self._rules.glance_at(request, Incoming.of({"headers": headers}).priority).level
 
     def _reload(self, file: PolicyFile) -> None:
         try:

@@ -76,8 +76,7 @@ class UrgencyServer(LLMServer):
         return with_refusals(await run(request, info), refusals)
 
     async def _reload_on_change(self) -> None:
-        config = self._client.vllm_config.additional_config
-        file = PolicyFile(parse_settings(config).policy)
+        file = PolicyFile(parse_settings(self._client.vllm_config.additional_config).policy)
         while True:
             await asyncio.sleep(_RELOAD_SECONDS)
             with logged("the policy was not reloaded"):

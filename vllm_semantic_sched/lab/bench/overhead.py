@@ -66,8 +66,7 @@ class SaturatedScheduler:
         blocks_per_seat = (_PROMPT_TOKENS + _OUTPUT_TOKENS) // standalone.BLOCK_SIZE + 1
         ours: dict[str, Any] = {}
         if case.policy is not None:
-            config = {"policy": case.policy}
-            ours = {"scheduler_class": SemanticScheduler, "semantic_sched": config}
+            ours = {"scheduler_class": SemanticScheduler, "semantic_sched": {"policy": case.policy}}
         self.scheduler = standalone.build_scheduler(
             max_num_seqs=running, num_blocks=running * blocks_per_seat, **ours
         )

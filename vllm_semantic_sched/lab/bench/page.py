@@ -230,8 +230,7 @@ def _level(mix: str, level: str, rows: Rows) -> Table:
     for row in rows.values():
         cells = ["-"] * (len(columns) - 1)
         if level in row.levels:
-            ratio = [fixed(row.best.idle_ratio)] if urgent else []
-            cells = _cells(row.levels[level], base, ratio)
+            cells = _cells(row.levels[level], base, [fixed(row.best.idle_ratio)] if urgent else [])
         lines.append([row.scheduler.title, *cells])
     note = _LEGEND if level == "all" else ""
     return Table(f"Mix {mix}: {title}", columns, lines, note, folded=True)
@@ -374,8 +373,7 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
     handles, labels = axes[0][0].get_legend_handles_labels()
     columns = min(len(labels), 3 * len(mixes))
     figure.legend(handles, labels, loc="upper center", ncols=columns, frameon=False, fontsize=11)
-    lines = math.ceil(len(labels) / columns)
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.035 * lines))
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.035 * math.ceil(len(labels) / columns)))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

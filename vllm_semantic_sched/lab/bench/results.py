@@ -226,8 +226,7 @@ class Comparison:
             },
         }
         # JSON has neither NaN nor infinity.
-        text = json.dumps(document, default=_plain)
-        plain = json.loads(text, parse_constant=lambda name: None)
+        plain = json.loads(json.dumps(document, default=_plain), parse_constant=lambda name: None)
         path.write_text(json.dumps(plain, indent=1) + "\n")
 
 

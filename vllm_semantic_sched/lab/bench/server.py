@@ -73,8 +73,7 @@ class ServerConfig:
         """Return this process's environment with telemetry and downloads turned off."""
         # Logits processors of vLLM's newer model runner have another interface.
         defaults = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-        names = ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_OFFLINE")
-        fixed = dict.fromkeys(names, "1")
+        fixed = dict.fromkeys(("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_OFFLINE"), "1")
         if not has_gpu():
             # Pinning would put the threads on one core each, whatever else runs there.
             fixed["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

@@ -139,8 +139,7 @@ class LiveEngine:
 
         def timed_schedule(*args: Any, **kwargs: Any) -> Any:
             output = schedule(*args, **kwargs)
-            batch = batch_of(output, scheduler.requests)
-            clock.scheduled(output, batch, time.perf_counter())
+            clock.scheduled(output, batch_of(output, scheduler.requests), time.perf_counter())
             return output
 
         def timed_update(output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -117,5 +117,4 @@ async def _length(session: Any, url: str, body: dict[str, Any], text: str) -> tu
         async with session.post(f"{url}/v1/completions", json=body | {"prompt": text}) as reply:
             reply.raise_for_status()
             answer = await reply.json()
-    tokens = int(answer["usage"]["completion_tokens"])
-    return tokens, str(answer["choices"][0]["finish_reason"])
+    return int(answer["usage"]["completion_tokens"]), str(answer["choices"][0]["finish_reason"])

@@ -120,8 +120,7 @@ def _said(sentence: str, register: str, level: int, someone: Person, rng: random
             more = someone.fill(choose(rng.choice(wordings()[level].third), rng))
             sentence = f"{sentence}, {someone.he} {more}"
     # A negated symptom must not read as that symptom; negations come where they are natural.
-    mild = level >= 2 and register != "scene"
-    if mild and rng.random() < 0.12:
+    if level >= 2 and register != "scene" and rng.random() < 0.12:
         negation = _unlike(surroundings().negations_first, sentence, rng)
         parts = [capital(negation + sentence) + rng.choice(("", "."))]
     else:

@@ -51,7 +51,6 @@ _PROMPTS_OF_LAST_LEVEL = {
 }
 _PROMPTS = 9600
 _MEDICAL_QUESTIONS = 4500
-_BESIDE = 8  # one of so many medical questions may stand beside a message
 _COMPOSED = 8000
 _COMPOSITIONS = 80_000
 
@@ -87,7 +86,7 @@ class Sources:
         prompts = tuple(one for one in instruction_pairs(root, _PROMPT_FILES) if one.split == split)
         written = {language: written_messages(split, language) for language in written_rows()}
         questions = tuple(one for one in medical_questions(root) if one.split == split)
-        asked = [one.text for one in (*prompts, *questions[::_BESIDE])]
+        asked = [one.text for one in (*prompts, *questions[::8])]  # about as many of each
         elsewhere = (rows for language, rows in written.items() if language != "en")
         return cls(
             visits=tuple(one for one in triage_visits(root) if one.split == split),

@@ -74,8 +74,7 @@ def align(
                 group["lr"] = rate
             ids, mask = tokenizer.pad([rows[at] for at in batch])
             with autocast():
-                aims = teacher_states(teacher, ids, mask, prefix)
-                loss = _distance(student, aims, ids, mask)
+                loss = _distance(student, teacher_states(teacher, ids, mask, prefix), ids, mask)
             take_step(optimizer, loss, weights)
             if (number + 1) % LOSS_SHOWN == 0:
                 bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)

@@ -34,8 +34,7 @@ def fitted_thresholds(
     sure = numpy.array([max(row) >= certain for row in probabilities])
     truth = numpy.asarray(levels)
     fixed = numpy.zeros((last + 1, last + 1))  # by decided and by true level
-    decided = numpy.array([likeliest(row) for row in probabilities])
-    numpy.add.at(fixed, (decided, truth), sure)
+    numpy.add.at(fixed, (numpy.array([likeliest(row) for row in probabilities]), truth), sure)
     expected = numpy.array([expected_level(row) for row in probabilities])
     cells = numpy.minimum(last * _STEPS - 1, (expected * _STEPS).astype(int))
     table = numpy.zeros((last * _STEPS, last + 1))

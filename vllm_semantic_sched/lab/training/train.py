@@ -101,8 +101,7 @@ def _aligned_student(sources: Sources, options: Options, scale: float, layers: i
     labeled = _first_round(sources, options.seed, scale * _ALIGNED_SCALE)
     texts = unlabeled_texts(written_texts(), round(_TEXTS_PER_LANGUAGE * scale), rng)
     ids = vocabulary.chosen_pieces(packed.pieces, labeled, texts, _VOCABULARY)
-    tokenizer = vocabulary.piece_tokenizer(packed.pieces, ids)
-    vocabulary.save_tokenizer(tokenizer, folder)
+    vocabulary.save_tokenizer(vocabulary.piece_tokenizer(packed.pieces, ids), folder)
     teacher = packed.with_vocabulary(ids)
     student = Model(student_of(teacher, layers), load_tokenizer(folder), folder)
     corpus = [*labeled, *itertools.chain.from_iterable(texts.values())]

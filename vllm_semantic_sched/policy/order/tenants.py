@@ -162,8 +162,7 @@ class TenantCaps:
         share, limit = self.knobs.seats, self._block_limit
         if share < 1.0 and held.seats >= int(share * capacity.seats):
             return False
-        needed = capacity.blocks_for(job.tokens + AHEAD)
-        return limit is None or held.blocks + needed <= limit
+        return limit is None or held.blocks + capacity.blocks_for(job.tokens + AHEAD) <= limit
 
     def over_limit(self) -> str | None:
         """A tenant with several requests and more KV than its cap, in O(tenants with a seat)."""
