@@ -124,7 +124,9 @@ step retention scripts/studies/retention.py --model "$model" --quiet --output "$
 step kv-copy scripts/studies/kv_copy.py
 step overhead semsched bench overhead --everything
 step predictor-cost scripts/studies/predictor_cost.py --engine "$model" --output "$output/predictor-cost"
-step predictor semsched evaluate --all --claims --data tests/data/urgency
+step predictor semsched evaluate --all --claims --no-baselines --bars tests/data/predictor_bars.yaml \
+    --data tests/data/urgency tests/data/compositions tests/data/conversations \
+    --output "$output/predictor-report"
 step validation scripts/studies/validation.py --quiet --output "$output/validation" -- "$model" \
     --max-num-seqs 8
 step soak scripts/studies/soak.py --model "$model" --hours 1 --pause 5 --output "$output/soak"

@@ -42,13 +42,18 @@ def test_there_are_as_many_languages_as_in_training():
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_every_language_has_enough_messages_of_each_level(language):
-    least, of_a_level = (600, 100) if language == "en" else (30, 5)
+    least, of_a_level = (600, 100) if language == "en" else (50, 5)
     rows = messages(language)
     assert all(row["text"] and row["text"] == row["text"].strip() for row in rows)
     assert len({row["text"].casefold() for row in rows}) == len(rows) >= least
     per_level = Counter(row["level"] for row in rows)
     assert set(per_level) == set("01234")
     assert min(per_level.values()) >= of_a_level
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_every_language_has_enough_messages_to_train_on(language):
+    assert len(written_rows()[language]) >= 250
 
 
 def test_every_hard_kind_occurs_often_enough():
@@ -101,7 +106,9 @@ def test_no_written_training_message_resembles_one_of_these(language):
             assert example.text.casefold() not in texts
             assert len(runs(example.text) & evaluated) < 2, example.text
             _assert_apart(runs(example.text), composed, example.text)
-    for text in (*parts.tasks, *parts.frames, *parts.over):
+    turns = (turn[2:] for chat in parts.chats for turn in chat)
+    spoken = (*parts.over, *parts.answers, *parts.assistant, *parts.small_talk, *turns)
+    for text in (*parts.tasks, *parts.frames, *parts.systems, *spoken):
         _assert_apart(runs(text), composed, text)
 
 
