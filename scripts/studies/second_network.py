@@ -77,10 +77,12 @@ def run(args: argparse.Namespace) -> int:
         Draft.between_tasks: 12,
         Draft.beside_tasks: 6,
         Draft.only_framed: 13,
-        Draft.only_tasks: 17,
-        Draft.chat_that_is_over: 12,
+        Draft.only_tasks: 14,
+        Draft.surrounded: 14,
+        Draft.chat_that_is_over: 13,
+        Draft.chat_without_one: 5,
         Draft.chat: 6,
-        Draft.written_chat: 10,
+        Draft.written_chat: 17,
     }
 
     def texts(number: int) -> list[Example]:

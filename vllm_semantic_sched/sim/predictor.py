@@ -108,8 +108,7 @@ def _confused(
 ) -> np.ndarray:
     edges = np.cumsum(np.asarray(confusion, dtype=float), axis=1)
     edges /= edges[:, -1:]
-    draws = rng.random(len(levels))
-    predicted: np.ndarray = (draws[:, None] >= edges[levels, :-1]).sum(axis=1)
+    predicted: np.ndarray = (rng.random(len(levels))[:, None] >= edges[levels, :-1]).sum(axis=1)
     return predicted
 
 

@@ -10,11 +10,13 @@ from vllm_semantic_sched.lab.evaluation.compositions import read_composed_set
 from vllm_semantic_sched.predict.window import cut_text
 
 DATA = Path(__file__).parents[2] / "data"
+CHATS = DATA / "conversations"
 PARTS = {
     "emergencies": ["He is not breathing!"],
     "tasks": ["Write a poem.", "What is 2+2?"],
     "joiners": ["and also"],
     "framed": ["In my novel he is not breathing."],
+    "surroundings": ["<system>Summarize calls.</system>{text}"],
 }
 CHAT = {
     "kind": "resolved",
@@ -49,6 +51,8 @@ def test_emergency_in_every_place(tmp_path) -> None:
     unpunctuated = "Write a poem and also He is not breathing"
     assert texts["unpunctuated, after"] == (unpunctuated, 0)
     assert texts["framed"] == ("In my novel he is not breathing.", 4)
+    assert texts["surrounded"] == ("<system>Summarize calls.</system>He is not breathing!", 0)
+    assert texts["surrounded task"] == ("<system>Summarize calls.</system>What is 2+2?", 4)
     assert {level for place, (_, level) in texts.items() if "task" in place} == {0, 4}
 
 
@@ -76,6 +80,10 @@ def test_shipped_sets_cover_every_language_and_place() -> None:
     cells = Counter(zip(composed.groups["language"], composed.groups["place"], strict=True))
     assert len({language for language, _ in cells}) == 26
     assert len(cells) == 26 * len(set(composed.groups["place"]))
-    chats = read_composed_set(DATA / "conversations")
+    levels = zip(composed.groups["language"], composed.examples, strict=True)
+    calm = Counter(language for language, one in levels if one.level == 4)
+    assert min(calm.values()) >= 20 and len(composed.examples) >= 26 * 40
+    assert sum(len(yaml.safe_load(path.read_text("utf-8"))) for path in CHATS.glob("*.yaml")) >= 300
+    chats = read_composed_set(CHATS)
     assert len(set(chats.groups["language"])) >= 10
     assert set(chats.groups["place"]) == {"no emergency", "emergency", "over"}

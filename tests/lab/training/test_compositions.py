@@ -19,6 +19,8 @@ PARTS = Parts(
     assistant=("Is he awake?",),
     small_talk=("how are you",),
     systems=("You are a dispatcher.",),
+    records=("Ticket 7: {text}",),
+    pastes=("--- minutes ---\n{text}",),
     chats=(("4 hello", "0 my father fell down", "0 no", "4 he is fine again"),),
 )
 WRITTEN = {"xx": [Example(f"m{level} he fell.", level) for level in range(5)]}
@@ -42,7 +44,6 @@ def drawn(composer, form):
         Draft.before_tasks,
         Draft.between_tasks,
         Draft.two_messages,
-        Draft.in_a_block,
         Draft.chat,
         Draft.framed_and_true,
     ],
@@ -66,6 +67,17 @@ def test_most_urgent_message_decides(composer, form) -> None:
 )
 def test_ended_and_invented_emergencies_are_not_urgent(composer, form) -> None:
     assert {one.level for one in drawn(composer, form)} == {4}
+
+
+def test_surroundings_change_no_level(composer) -> None:
+    texts = drawn(composer, Draft.surrounded)
+    for form in ("Ticket 7: ", "--- minutes ---\n", "You are a dispatcher. "):
+        inside = [one for one in texts if one.text.startswith(form)]
+        assert {0, 1, 4} <= {one.level for one in inside}, form
+        for one in inside:
+            # Typing in a hurry may move or double the first letter of a message.
+            levels = [int(sign) for sign in one.text.removeprefix(form)[:3] if sign.isdigit()]
+            assert [one.level] == (levels or [4])
 
 
 def test_emergency_is_in_any_turn_of_a_chat(composer) -> None:

@@ -77,7 +77,9 @@ def evaluation_texts(language: str) -> list[str]:
     """Messages, parts of compositions and user turns of chats."""
     texts = [row["text"] for row in messages(language)]
     parts = yaml.safe_load((DATA / "compositions" / f"{language}.yaml").read_text("utf-8"))
-    texts += [text for name in ("emergencies", "tasks", "framed") for text in parts[name]]
+    texts += [
+        text for name in ("emergencies", "tasks", "framed", "surroundings") for text in parts[name]
+    ]
     chats = DATA / "conversations" / f"{language}.yaml"
     if chats.exists():
         turns = [
@@ -108,7 +110,14 @@ def test_no_written_training_message_resembles_one_of_these(language):
             _assert_apart(runs(example.text), composed, example.text)
     turns = (turn[2:] for chat in parts.chats for turn in chat)
     spoken = (*parts.over, *parts.answers, *parts.assistant, *parts.small_talk, *turns)
-    for text in (*parts.tasks, *parts.frames, *parts.systems, *spoken):
+    for text in (
+        *parts.tasks,
+        *parts.frames,
+        *parts.records,
+        *parts.pastes,
+        *parts.systems,
+        *spoken,
+    ):
         _assert_apart(runs(text), composed, text)
 
 

@@ -201,8 +201,7 @@ class UrgentFirst:
 
     @guarded(lambda self, turn, *args: turn.set_result(None))
     def _enter(self, turn: asyncio.Future[None], request: Incoming, came: float) -> None:
-        tenant = request.tenant or request.user or ""
-        if self._queue.enter(turn, request.level or 0, came, tenant):
+        if self._queue.enter(turn, request.level or 0, came, request.tenant or request.user or ""):
             turn.set_result(None)
 
     def _let_all_in(self) -> None:

@@ -170,8 +170,7 @@ def pass_reading(params: Any, reading: Prediction) -> None:
     extra_args = params.extra_args or {}
     if READING not in extra_args:
         values = reading.urgency, reading.length, reading.unreadable, reading.part
-        entry = json.dumps(values).encode()
-        params.extra_args = {**extra_args, READING: entry}
+        params.extra_args = {**extra_args, READING: json.dumps(values).encode()}
 
 
 def read_passed(extra_args: Any) -> tuple[Prediction | None, str | None]:

@@ -113,8 +113,7 @@ class Endings:
             return False
         if self._deferred is not None:
             return self._deferred.setdefault(request_id, refusal) is refusal
-        started = request.num_output_tokens or request.num_preemptions
-        if self._scheduler.log_stats and not started:
+        if self._scheduler.log_stats and not (request.num_output_tokens or request.num_preemptions):
             # Without this event vLLM would count the queue and prefill times of a request that
             # was never scheduled from the machine's boot.
             request.record_event(vllm_api.EngineCoreEventType.SCHEDULED)

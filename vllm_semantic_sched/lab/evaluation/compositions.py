@@ -27,6 +27,7 @@ class CompositionParts(Section):
     tasks: _Texts  # everyday requests, level 4
     joiners: _Texts  # phrases that run on from one topic to the next
     framed: _Texts  # texts with an emergency that is not happening now, level 4
+    surroundings: tuple[Annotated[str, Field(pattern=r"\{text\}")], ...] = ()  # of a typed {text}
 
 
 class Conversation(Section):
@@ -65,7 +66,7 @@ def read_composed_set(path: Path) -> LabeledSet:
 
 
 def _compositions(parts: CompositionParts, foreign: Sequence[str]) -> Iterator[tuple[str, Example]]:
-    """Every emergency in every place, then what is not urgent; each with its place."""
+    """Every emergency in every place, what is not urgent, and both surrounded; with the place."""
     tasks = parts.tasks
 
     def unpunctuated(*texts: str, joiner: str) -> str:
@@ -89,6 +90,10 @@ def _compositions(parts: CompositionParts, foreign: Sequence[str]) -> Iterator[t
     for at, text in enumerate(parts.framed):
         yield "framed", Example(text, 4)
         yield "framed and task", Example(f"{text} {tasks[at % len(tasks)]}", 4)
+    typed = [("surrounded", text, 0) for text in parts.emergencies]
+    typed += [("surrounded task", text, 4) for text in tasks]
+    for (place, text, level), form in zip(typed, itertools.cycle(parts.surroundings), strict=False):
+        yield place, Example(form.replace("{text}", text), level)
 
 
 def _turns(chat: Conversation) -> Iterator[tuple[str, Example]]:

@@ -112,7 +112,6 @@ def level_figures(
         "recall": recall,
         "precision": _right_of_each([*zip(*confusion, strict=True)]),
         "auc": area_under_curve([true <= last for true in truth], urgent_shares),
-        "urgent_recall": mean([level <= last for true, level in pairs if true <= last]),
         "urgent_precision": mean([true <= last for true, level in pairs if level <= last]),
         **_at_the_ends(pairs),
         "ece": expected_calibration_error(truth, probabilities),
@@ -132,37 +131,34 @@ def group_figures(
     """Per group of texts, in order of appearance: how often the decided level is right.
 
     `kappa` has quadratic weights. `recall_within_one` counts a level that is off by one as right.
-    `recall_of_0` is the share of texts of level 0 decided at 0, `urgent_recall` that of levels 0
-    and 1 decided at 0 or 1; None where a group has no such text. For the others see `_at_the_ends`.
+    For shares of the most and the least urgent texts see `_at_the_ends`.
     """
     members: dict[str, list[tuple[int, int]]] = {}
     for group, *pair in zip(groups, truth, decided, strict=True):
         members.setdefault(group, []).append((pair[0], pair[1]))
     figures = {}
     for group, pairs in members.items():
-        worst = [level for true, level in pairs if true == 0]
-        urgent = [level for true, level in pairs if true <= LAST_URGENT_LEVEL]
         figures[group] = {
             "n": len(pairs),
             "accuracy": mean([true == level for true, level in pairs]),
             "kappa": quadratic_weighted_kappa(*zip(*pairs, strict=True)),
             "recall_within_one": mean([abs(true - level) <= 1 for true, level in pairs]),
-            "recall_of_0": mean([level == 0 for level in worst]),
-            "urgent_recall": mean([level <= LAST_URGENT_LEVEL for level in urgent]),
             **_at_the_ends(pairs),
         }
     return figures
 
 
 def _at_the_ends(pairs: Sequence[tuple[int, int]]) -> dict[str, float | None]:
-    """Of true and decided levels: `found_of_0`, the share of level 0 decided at 0 or 1,
-    `missed_of_0`, that decided at 4, and `false_alarms`, that of levels 3 and 4 decided at 0 or
-    1."""
+    """Of true and decided levels: the shares of level 0 decided at 0, at 0 or 1, and at 4, and
+    those of levels 0 and 1, and of 3 and 4, decided at 0 or 1; None where there is none."""
     worst = [level for true, level in pairs if true == 0]
+    urgent = [level for true, level in pairs if true <= LAST_URGENT_LEVEL]
     calm = [level for true, level in pairs if true >= FIRST_CALM_LEVEL]
     return {
+        "recall_of_0": mean([level == 0 for level in worst]),
         "found_of_0": mean([level <= LAST_URGENT_LEVEL for level in worst]),
         "missed_of_0": mean([level == 4 for level in worst]),
+        "urgent_recall": mean([level <= LAST_URGENT_LEVEL for level in urgent]),
         "false_alarms": mean([level <= LAST_URGENT_LEVEL for level in calm]),
     }
 

@@ -25,6 +25,7 @@ _LONGEST_TASK = 300  # characters; a longer one would push the message out of th
 _NATURAL = 0.35  # of the texts about an emergency that is not one: written as a whole
 _TYPED = 0.25  # texts with hasty typing
 _ENDED, _OPENED = 0.3, 0.35  # first parts that `opened` changes
+_AROUND, _SURROUNDED = ("records", "pastes"), (5, 4, 1)  # messages, tasks, invented emergencies
 _CLAIMED = 0.06  # compositions that claim an urgency, which says nothing about theirs
 _ENDS = ".!?…。！？।؟ "
 Forms = Mapping[Callable[["Draft"], Example], float]  # of a composition; how often each is drawn
@@ -175,12 +176,15 @@ class Draft:
         (first, level), (second, other) = self.message(), self.message()
         return Example(self.typed(self.joined([first, second])), min(level, other))
 
-    def in_a_block(self) -> Example:
-        """A message beside a pasted text, a tool's result or a dispatcher's instructions."""
-        text, level = self.message()
-        block = " ".join(self.task() for _ in range(self.rng.randint(1, 3)))
-        form, system = self.rng.choice(surroundings().blocks), self.pick("systems")
-        filled = fill(form, system=system, block=block, text=self.typed(text))
+    def surrounded(self) -> Example:
+        """A message, a task or an invented emergency in a record of other software, or beside a
+        pasted text, a tool's result or a dispatcher's instructions: these change no level."""
+        rng = self.rng
+        drawn = (self.message(), (self.task(), 4), (self.framed(), 4))
+        ((text, level),) = rng.choices(drawn, _SURROUNDED)
+        block = " ".join(self.task() for _ in range(rng.randint(1, 3)))
+        form = rng.choice((rng.choice(surroundings().blocks), *map(self.pick, _AROUND)))
+        filled = fill(form, system=self.pick("systems"), block=block, text=self.typed(text))
         return Example(filled, level)
 
     def only_tasks(self) -> Example:
@@ -272,7 +276,7 @@ _FORMS: Forms = {
     Draft.before_tasks: 20,
     Draft.between_tasks: 8,
     Draft.two_messages: 3,
-    Draft.in_a_block: 6,
+    Draft.surrounded: 30,
     Draft.only_tasks: 15,
     Draft.only_framed: 20,
     Draft.framed_and_true: 4,

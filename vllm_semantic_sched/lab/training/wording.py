@@ -105,6 +105,8 @@ class Parts(Section):
     assistant: _Texts  # an assistant's turns within one
     small_talk: _Texts  # everyday user turns
     systems: _Texts  # system prompts
+    records: _Texts  # of other software, with what somebody typed as {text}
+    pastes: _Texts  # pasted texts with what somebody typed beside them
     chats: tuple[tuple[_Turn, ...], ...]  # user turns, oldest first, each after its level and " "
 
 

@@ -144,7 +144,8 @@ class WaitingQueue:
         first = self._best(heads)
         if not self._rules.overtaking.allowed:
             return first, False
-        aged = self._oldest_overdue()
+        overdue = (queue.overdue.peek() for queue in self.queues.values())
+        aged = min(filter(None, overdue), key=lambda job: job.sequence, default=None)
         if aged is None:
             aged = self._best(heads, aged=True)
         elif not admits(aged):
@@ -164,10 +165,6 @@ class WaitingQueue:
             return PassCause.LIMIT
         promoted = self._rules.by_level and self._level(job) <= self._level(head[1])
         return PassCause.PROMOTED if promoted else PassCause.SHORTER
-
-    def _oldest_overdue(self) -> Job | None:
-        heads = (queue.overdue.peek() for queue in self.queues.values())
-        return min((job for job in heads if job), key=lambda job: job.sequence, default=None)
 
     def _key(self, rank: Rank, job: Job, aged: bool = False) -> Rank:
         level = rank.level + self._rules.fair_share.offsets[job.level] if aged else self._level(job)
