@@ -60,7 +60,7 @@ def test_second_reading_counts_more_where_it_can_raise() -> None:
 
     calm, urgent = (0.1, 0.0, 0.0, 0.0, 0.9), (0.9, 0.0, 0.0, 0.0, 0.1)
     assert weight(calm, urgent) == pytest.approx(0.8)
-    assert weight(urgent, calm) == pytest.approx(0.5)
+    assert weight(urgent, calm) == pytest.approx(0.65)
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ class InstantReader:
         urgency, length = (
             tuple(_softmax(part).tolist()) for part in numpy.split(logits, [self.levels])
         )
-        return Prediction(urgency, length, unreadable(cut), self._urgent_part(pieces, pairs))
+        return Prediction(urgency, length, unreadable(cut), self._urgent_part(pieces, pairs), True)
 
     def _urgent_part(self, pieces: Ints, pairs: Ints) -> tuple[float, ...] | None:
         """Probabilities of the levels of the part with the lowest expected level; None if the text

@@ -19,7 +19,7 @@ from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_pieces, cut_t
 
 _BATCH = 32
 # Best on validation texts: bounds of `is_doubtful`, and the second network's weight in `_mean`.
-_LIKELY, _POSSIBLE, _RAISING, _LOWERING = 0.3, 0.01, 0.8, 0.5
+_LIKELY, _POSSIBLE, _RAISING, _LOWERING = 0.3, 0.01, 0.8, 0.65
 
 # From ids and mask, both (batch, tokens), to urgency logits (batch, levels) and length logits
 # (batch, buckets) or None.

@@ -70,9 +70,8 @@ class Recorder:
     def add(self, run: Run) -> None:
         request = run.request
         if run.refused:
-            promised = bool(self._targets[request.level])
             for row in (self._levels[request.level], self._all):
-                row.add_refused(request.arrival, promised)
+                row.add_refused(request.arrival, bool(self._targets[request.level]))
             return
         assert run.started is not None and run.first_token is not None and run.finish is not None
         if request.tenant:

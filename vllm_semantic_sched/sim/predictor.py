@@ -54,7 +54,7 @@ def draw_predictions(
     lengths = mistaken(true_buckets, count, model.length_error, rng, clipped)
     by_length = [_peaked(bucket, count, doubt) for bucket in range(count)]
     by_level = [
-        [Prediction(_peaked(level, levels, doubt), length) for length in by_length]
+        [Prediction(_peaked(level, levels, doubt), one, instant=doubt > 0) for one in by_length]
         for level in range(levels)
     ]
     pairs = zip(predicted.tolist(), lengths.tolist(), strict=True)

@@ -79,6 +79,7 @@ def test_possible_emergency_gets_level_1_or_the_level_before_the_last(probabilit
     expected = min(level, max(1, least))
     assert decide_level(probabilities, on) == expected
     assert (decide(probabilities, on)[1] == "possible") == (expected < level)
+    assert decide(probabilities, on, instant=True) == decide(probabilities, off)
 
 
 @given(distributions())

@@ -67,8 +67,7 @@ def join_siblings(vllm_config: vllm_api.VllmConfig, levels: int) -> Siblings | N
         parent = os.getppid()  # vLLM starts all of them from one process
         # When it started, in clock ticks since the machine did: no change of the clock moves it.
         started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-        path = folder / f"{parent}-{started}.counts"
-        engines = vllm_api.engine_count(vllm_config)
+        path, engines = folder / f"{parent}-{started}.counts", vllm_api.engine_count(vllm_config)
         return Siblings(path, servers, rank, engines, levels)
     except (OSError, ValueError) as error:
         logger.warning(

@@ -202,10 +202,9 @@ class _File(RotatingFileHandler):
 
     def doRollover(self) -> None:
         super().doRollover()
-        oldest = time.time() - _OLDEST
         for number in range(1, self.backupCount + 1):
             part = Path(f"{self.baseFilename}.{number}")
-            if part.exists() and part.stat().st_mtime < oldest:
+            if part.exists() and part.stat().st_mtime < time.time() - _OLDEST:
                 part.unlink()
 
     def is_full(self, size: int) -> bool:

@@ -182,7 +182,7 @@ def read_passed(extra_args: Any) -> tuple[Prediction | None, str | None]:
         return None, f"{READING} in vllm_xargs: only the server itself may set it"
     urgency, length, unreadable, part = json.loads(entry)
     length, part = length and tuple(length), part and tuple(part)
-    return Prediction(tuple(urgency), length, unreadable, part), None
+    return Prediction(tuple(urgency), length, unreadable, part, instant=True), None
 
 
 def stated_length(sampling_params: Any) -> StatedLength:

@@ -145,9 +145,8 @@ class MixResult:
         source = self.best if self.workload.config.natural else self.workload
         # One gap for every burst, including the last.
         seconds = self.workload.requests[-1].arrival + self.workload.config.gap
-        offered = source.output_tokens / max(seconds, 1e-9)
         served = self.best.tokens_per_second
-        return offered / served if served else math.inf
+        return source.output_tokens / max(seconds, 1e-9) / served if served else math.inf
 
     @property
     def differences(self) -> list[Difference]:

@@ -35,10 +35,9 @@ def calibrate(model: Model, examples: Sequence[Example]) -> None:
         return
     network = model.network
     urgency, length = _logits(model, examples)
-    levels = [one.level for one in examples]
     buckets = [length_bucket(one, network.config.length_bucket_edges) for one in examples]
     for name, logits, labels in (
-        ("temperature", urgency, levels),
+        ("temperature", urgency, [one.level for one in examples]),
         ("length_temperature", length, buckets),
     ):
         known = {at: label for at, label in enumerate(labels) if label is not None}

@@ -23,8 +23,7 @@ def visit_message(visit: TriageVisit, rng: random.Random) -> str:
         return visit.text
     if rng.random() < 0.3:
         terms = terms[:2]
-    voice = rng.choice((_relative, _patient, _dispatcher, _nurse, _terse))
-    return voice(visit, terms, rng)
+    return rng.choice((_relative, _patient, _dispatcher, _nurse, _terse))(visit, terms, rng)
 
 
 def chart_note(visit: TriageVisit, rng: random.Random) -> str:

@@ -94,16 +94,16 @@ class Decision(Section):
     at `thresholds`; `least_cost` for a model with another number of levels than these cut.
     `least_cost`: the lowest expected cost, where a mistake costs the levels it is off, times
     `missed_cost` if the request is more urgent than decided. `most_likely`: the most probable."""
-    certain: float = Field(0.75, gt=0.5, le=1.01)
+    certain: float = Field(0.73, gt=0.5, le=1.01)
     """`thresholds`: probability from which a level is taken as it is. Messages of people mostly
     reach it, chart notes hardly ever; above 1 the thresholds decide always."""
-    possible: tuple[PositiveFloat, PositiveFloat] = (0.2, 0.01)
-    """`thresholds`: probability of level 0 from which a request is served at level 1 or 0, and that
-    from which it is not served at the last level, even if that is `certain`. Above 1: never."""
+    possible: tuple[PositiveFloat, PositiveFloat] = (0.2, 0.004)
+    """`thresholds`: probability of level 0, by the predictor, from which a request is served at
+    level 1 or 0, and that from which not at the last level, even a `certain` one. Above 1: off."""
     missed_cost: tuple[float, ...] = Field((12.0, 6.0, 1.0), min_length=1)
     """`least_cost`: cost of serving a request one level too late, relative to 1 for one level too
     early; one number per true level, the last one for all further levels."""
-    thresholds: tuple[float, ...] = Field((1.15, 2.05, 2.35, 2.9), min_length=1)
+    thresholds: tuple[float, ...] = Field((1.15, 2.06, 2.35, 2.9), min_length=1)
     """`thresholds`: the expected level (0 to 4, the mean of the prediction) below which a request
     gets level 0, level 1, and so on. One fewer than levels. The default fits emergency triage."""
 

@@ -34,8 +34,11 @@ def decide_level(probabilities: Sequence[float], decision: Decision) -> int:
     return decide(probabilities, decision)[0]
 
 
-def decide(probabilities: Sequence[float], decision: Decision) -> tuple[int, str]:
-    """The level, and what decided it: the rule, or `decision.certain` or `decision.possible`."""
+def decide(
+    probabilities: Sequence[float], decision: Decision, instant: bool = False
+) -> tuple[int, str]:
+    """The level, and what decided it: the rule, or `decision.certain` or `decision.possible`, which
+    does not count for the `instant` reader: it can hardly rule level 0 out."""
     rule, last = decision.rule, len(probabilities) - 1
     likeliest = max(range(last + 1), key=probabilities.__getitem__)
     if rule == "thresholds" and last != len(decision.thresholds):
@@ -48,7 +51,7 @@ def decide(probabilities: Sequence[float], decision: Decision) -> tuple[int, str
     level, by = likeliest, "certain"
     if probabilities[likeliest] < decision.certain:
         level, by = bisect.bisect_right(decision.thresholds, expected_level(probabilities)), rule
-    bounds = zip(decision.possible, (1, last - 1), strict=True)
+    bounds = zip(() if instant else decision.possible, (1, last - 1), strict=False)
     least = min((at for bound, at in bounds if probabilities[0] >= bound), default=last)
     return (max(1, least), "possible") if max(1, least) < level else (level, by)
 
@@ -60,12 +63,13 @@ def deciding_rule(policy: Policy, job: Job) -> str:
         return "tenant_top"
     if source not in (LevelSource.PREDICTION, LevelSource.INSTANT) or prediction is None:
         return source.value
-    return decide(prediction.urgency, policy.decision)[1]
+    return decide(prediction.urgency, policy.decision, prediction.instant)[1]
 
 
 def predicted_level(policy: Policy, prediction: Prediction) -> int:
     """The level of a prediction under a policy."""
-    return min(decide_level(prediction.urgency, policy.decision), policy.levels - 1)
+    level, _ = decide(prediction.urgency, policy.decision, prediction.instant)
+    return min(level, policy.levels - 1)
 
 
 def reading_level(policy: Policy, hint: Hint, provisional: Prediction | None) -> int:
