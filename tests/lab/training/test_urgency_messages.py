@@ -91,25 +91,26 @@ def evaluation_texts(language: str) -> list[str]:
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_no_written_training_message_resembles_one_of_these(language):
-    # Words of these languages are not set apart: ten characters in their place.
-    length, one = (10, 2) if language in ("ja", "th", "zh") else (5, 1)
+    # Words of these languages are not set apart: characters in their place, two for a word.
+    unspaced = language in ("ja", "th", "zh")
+    five_words, word = (10, 2) if unspaced else (5, 1)
 
-    def runs(text: str, length: int = length) -> set[tuple[str, ...]]:
+    def runs(text: str, length: int = five_words) -> set[tuple[str, ...]]:
         plain = re.sub(r"[\s.,:;!?…\"'()।؟،۔。、！？「」]+", " ", text.lower())
-        parts = plain.replace(" ", "") if one == 2 else plain.split()
+        parts = plain.replace(" ", "") if unspaced else plain.split()
         return {tuple(parts[at : at + length]) for at in range(len(parts) - length + 1)}
 
     evaluated = set().union(*(runs(row["text"]) for row in messages(language)))
     composed = set().union(*map(runs, evaluation_texts(language)))
-    vocabularies = [runs(text, one) for text in evaluation_texts(language)]
+    vocabularies = [runs(text, word) for text in evaluation_texts(language)]
     texts = {row["text"].casefold() for row in messages(language)}
     parts = composition_parts()[language]
     for split in ("train", "validation"):
         for example in written_messages(split, language):
             assert example.text.casefold() not in texts
-            assert len(runs(example.text) & evaluated) < 2, example.text
-            _assert_apart(runs(example.text), composed, example.text)
-            words = runs(example.text, one)
+            own, words = runs(example.text), runs(example.text, word)
+            assert len(own & evaluated) < 2, example.text
+            _assert_apart(own, composed, example.text)
             if len(words) >= 5:
                 most = max(len(words & others) / len(words | others) for others in vocabularies)
                 assert most < 0.6, example.text

@@ -105,7 +105,7 @@ def evaluate_predictor(
     levels = [one.level for one in test_set.examples if one.level is not None]
     guessers = {**constant_baselines(levels, lengths), **baselines}
     beside |= {name: baseline(texts) for name, baseline in guessers.items()}
-    sure = decision.model_copy(update={"possible": (2.0, 2.0)})  # as for the instant reader
+    sure = decision.model_copy(update={"possible": (2.0, 2.0)})  # off, as on a server
     figures = {name: figures_of(test_set, other, sure) for name, other in beside.items()}
     report["baselines"] = {
         name: one for name, one in figures.items() if one["n_level"] or one["n_length"]

@@ -98,8 +98,8 @@ class Decision(Section):
     """`thresholds`: probability from which a level is taken as it is. Messages of people mostly
     reach it, chart notes hardly ever; above 1 the thresholds decide always."""
     possible: tuple[PositiveFloat, PositiveFloat] = (0.2, 0.004)
-    """`thresholds`: probability of level 0, by the predictor, from which a request is served at
-    level 1 or 0, and that from which not at the last level, even a `certain` one. Above 1: off."""
+    """`thresholds`: the predictor's probability of level 0 from which a request gets level 1 or 0,
+    and that from which it never gets the last level, even if that is `certain`. Above 1: off."""
     missed_cost: tuple[float, ...] = Field((12.0, 6.0, 1.0), min_length=1)
     """`least_cost`: cost of serving a request one level too late, relative to 1 for one level too
     early; one number per true level, the last one for all further levels."""
