@@ -27,14 +27,19 @@ def hold_by(engine: Engine, choose: Choose, before: str | None = None) -> None:
     """
     step = engine.step
     guarded = step._guarded
+    hold = engine.hold
+    chosen: list[Job] = []
+    # What the step itself holds later comes on top.
+    engine.hold = lambda jobs: hold([*chosen, *jobs])  # type: ignore[method-assign]
 
     def with_part(doing: str, part: Any, *args: Any) -> Any:
         name = part.__name__
         result = guarded(doing, part, *args) if name != before else None
         if name == before or (before is None and name == "_limit_prefills"):
             jobs = choose(engine)
+            chosen[:] = jobs or ()
             if jobs is not None:
-                engine.hold(jobs)
+                engine.hold(())
         return guarded(doing, part, *args) if name == before else result
 
     step._guarded = with_part  # type: ignore[method-assign]

@@ -69,5 +69,8 @@ class FreeingView:
     def observe(self, job: Job) -> None:
         pass
 
+    def obstacles(self, job: Job) -> list:
+        return []
+
     def preemption_seconds(self, job: Job) -> float:
         return 0.0

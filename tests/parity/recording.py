@@ -10,7 +10,7 @@ from vllm_semantic_sched.engine.vllm_api import is_ready, tokens_with_kv
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.lifecycle import Transition
-from vllm_semantic_sched.policy.view import StageLimits
+from vllm_semantic_sched.policy.view import PrefillLimits
 from vllm_semantic_sched.predict.second_look import SecondLooks
 
 BUCKETS = LengthBuckets((10, 30), (6.0, 20.0, 45.0))
@@ -111,9 +111,9 @@ class DecisionLog:
     def held(self, job: Job, seconds: float) -> None:
         """What is held is recorded as it is ordered."""
 
-    def limited(self, limits: StageLimits) -> None:
+    def limited(self, limits: PrefillLimits) -> None:
         held = sorted(job.request_id for job in limits.held)
-        self._decisions.append(("limits", held, limits.gated))
+        self._decisions.append(("limits", held, limits.cap, limits.gated))
 
     def holds(self, jobs: Iterable[Job]) -> None:
         self._decisions.append(("hold", sorted(job.request_id for job in jobs)))
@@ -268,7 +268,7 @@ def record(scheduler: Any, policy: str) -> Recording:
             events[-1].predictions.append((job.request_id, prediction))
             yield job, prediction
 
-    def limit_prefills(inner: Any, limits: StageLimits) -> None:
+    def limit_prefills(inner: Any, limits: PrefillLimits) -> None:
         log.limited(limits)
         inner(limits)
 
@@ -330,7 +330,7 @@ def record(scheduler: Any, policy: str) -> Recording:
     wrap(view, "predictions", predictions)
     wrap(view, "limit_prefills", limit_prefills)
     wrap(view, "hold", hold)
-    for name in ("freeable_blocks", "can_advance"):
+    for name in ("freeable_blocks", "can_advance", "needed_blocks"):
         question(name)
     wrap(scheduler, "schedule", schedule)
     wrap(scheduler, "update_from_output", update_from_output)

@@ -13,7 +13,7 @@ from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.overload.refusal import Refusal
 from vllm_semantic_sched.policy.profile.formula import load_profile
 from vllm_semantic_sched.policy.step import SchedulingStep
-from vllm_semantic_sched.policy.view import StageLimits
+from vllm_semantic_sched.policy.view import PrefillLimits
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.request import Run, SimRequest
 from vllm_semantic_sched.sim.sections import EngineModel
@@ -137,6 +137,9 @@ class ReplayEngine(Engine):
     def is_ready(self, job: Job) -> bool:
         return job.request_id not in self._here.unready
 
+    def needed_blocks(self, job: Job) -> int:
+        return int(self._answer("needed_blocks", job, super().needed_blocks(job)))
+
     def can_advance(self, job: Job) -> bool:
         return bool(self._answer("can_advance", job, True))
 
@@ -165,7 +168,7 @@ class ReplayEngine(Engine):
             job.generated = self._here.progress[job.request_id][1]
         super().end(job, refusal)
 
-    def limit_prefills(self, limits: StageLimits) -> None:
+    def limit_prefills(self, limits: PrefillLimits) -> None:
         self._log.limited(limits)
         super().limit_prefills(limits)
 

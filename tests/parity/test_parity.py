@@ -100,7 +100,7 @@ def test_disturbing_policies_disturb(recordings, name) -> None:
     preempted = sum(counters[f"preemptions_{kind}_{why}"] for why in ("urgent", "kv_shortage"))
     decisions = [each for decisions in recordings[name].decisions for each in decisions]
     holds = sum(each[0] == "hold" and bool(each[1]) for each in decisions)
-    gated = sum(each[0] == "limits" and each[2] for each in decisions)
+    gated = sum(each[0] == "limits" and each[3] for each in decisions)
     # Beside somebody urgent nobody else starts under the gate, so fewer are preempted.
     assert preempted > (5 if "gating" in name else 10)
     assert holds > 20 or "holding" not in name
@@ -141,8 +141,8 @@ def test_exchanging_two_parts_of_the_step_is_noticed(recordings, first, second) 
 
 
 def differs(recording: Recording, exchanged: tuple[str, str]) -> bool:
-    """Whether the exchange changes a decision, or asks about a request that has none."""
+    """Whether the exchange changes a decision, or concerns a request that has no seat any more."""
     try:
         return replay(recording, exchanged) != recording.decisions
-    except KeyError:
+    except (KeyError, AssertionError):
         return True

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from jobs import FreeingView, step, take_next
 
 from vllm_semantic_sched.policy.config import parse_policy
-from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.core import URGENT, SchedulingCore
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.estimates.decision import Hint, reading_level, reading_order
 from vllm_semantic_sched.policy.eviction.retention import HostRoom
@@ -140,10 +140,24 @@ def test_number_of_preemptions_is_bounded() -> None:
     for _ in range(core.policy.preemption.max_per_request):
         core.start(take_next(core.waiting))
         assert core.eviction.victims_for(urgent, Need(1, 0), FreeingView(0)) == [routine]
-        core.preempt(routine, core.plan_preemption(routine))
+        core.preempt(routine, core.plan_preemption(routine), URGENT)
         core.enqueue(routine, core.waiting)
     core.start(take_next(core.waiting))
     assert core.eviction.victims_for(urgent, Need(1, 0), FreeingView(0)) == []
+
+
+def test_only_preemptions_for_more_urgent_requests_are_bounded() -> None:
+    """Cache resets and shortages of KV protect nobody from an emergency."""
+    core = make_core()
+    routine = arrive(core, "a", 4)
+    urgent = arrive(core, "b", 0)
+    core.waiting.remove(urgent)
+    for _ in range(core.policy.preemption.max_per_request + 1):
+        core.start(take_next(core.waiting))
+        core.preempt(routine, core.plan_preemption(routine), "reset")
+        core.enqueue(routine, core.waiting)
+    core.start(take_next(core.waiting))
+    assert core.eviction.victims_for(urgent, Need(1, 0), FreeingView(0)) == [routine]
 
 
 def test_tier_that_is_not_preemptible_keeps_its_seats() -> None:
@@ -257,7 +271,7 @@ def test_much_longer_job_of_the_same_level_gives_way_with_shorter(base, shorter,
     chosen = core.eviction.victims_for(short, need, FreeingView(1))
     assert [job.request_id for job in chosen] == ["long as well"] * yields
     for job in running:
-        job.preemptions = 1
+        job.urgent_preemptions = 1
     assert core.eviction.victims_for(short, need, FreeingView(1)) == []
 
 

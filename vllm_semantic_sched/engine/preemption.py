@@ -12,7 +12,7 @@ from vllm_semantic_sched.engine.kv.recovery import take
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.requests.endings import Endings
 from vllm_semantic_sched.engine.vllm_api import KVConnectorOutput, Request, Scheduler
-from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.core import URGENT, SchedulingCore
 from vllm_semantic_sched.policy.eviction.retention import (
     HostRoom,
     PreemptionPlan,
@@ -84,7 +84,7 @@ class Preemptions:
                 vllm_api.preempt(self._scheduler, request)
         finally:
             self._endings.end_deferred()
-        if reason == "urgent":
+        if reason == URGENT:
             self._counters.add("admission_preemptions")
 
     @contextmanager

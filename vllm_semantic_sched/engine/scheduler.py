@@ -80,8 +80,8 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             core.record_why(self._event_log, time.monotonic)
         core.lifecycle.later_listeners.append(RequestMetrics(core, self.counters))
         # Each group of layers has blocks of its own.
-        blocks = vllm_api.total_kv_blocks(self) // vllm_api.kv_cache_groups(self)
-        capacity = EngineCapacity(self.max_num_running_reqs, blocks, self.block_size)
+        blocks = vllm_api.total_kv_blocks(self) // vllm_api.kv_cache_groups(self) or None
+        capacity = EngineCapacity(vllm_api.seats(self), blocks, self.block_size)
         core.set_capacity(capacity, 1 + self.num_spec_tokens)
         self._endings = Endings(self)
         self.preemptions = Preemptions(self, core, self._endings, self.counters)
@@ -99,6 +99,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         )
         self.readings = RecentReadings()
         self.step = SchedulingStep(core)
+        self.step.sharing.may_sit_out = vllm_api.can_sit_out(vllm_config)
         self.view = VllmView(
             *(self, core, self.jobs, self.guard, self.preemptions),
             now=self.clock,
@@ -178,9 +179,13 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                 self._endings.end_deferred()
             with self.guard("timing steps"):
                 self.counters.observe("schedule_seconds", time.perf_counter() - begin)
+        with self.guard("looking for requests that were passed over"):
+            if output.total_num_scheduled_tokens < self.max_num_scheduled_tokens:
+                self.step.tokens_left(self.view)
         with self.guard("timing steps"):
-            if not output.total_num_scheduled_tokens:
-                self.core.protection.achieved_nothing()
+            if not output.total_num_scheduled_tokens and self.core.protection.held:
+                self.step.achieved_nothing()
+                self.counters.add("policy_errors", "filling a step")
             batch = batch_of(output, self.requests, self.num_spec_tokens, self.view.tokens_held())
             self.step_clock.scheduled(output, batch, time.monotonic())
             self._sample(output, begin)
@@ -275,6 +280,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
 
     def before_preemption(self, request: Request, keep_kv: bool) -> None:
         with self.guard("preempting a request"):
+            self.view.preempted(request)
             job = self.jobs[request.request_id]
             plan = self.preemptions.begin(job, request, keep_kv and not self.observing)
             if plan.kind is PreemptionKind.DROP:

@@ -14,10 +14,16 @@ from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.facts.waits import Cause
 from vllm_semantic_sched.policy.overload.refusal import Refusal
-from vllm_semantic_sched.policy.view import StageLimits
+from vllm_semantic_sched.policy.view import PrefillLimits
 
 # More requests than that are put into order by sorting all.
 _FEW = 4
+
+# Steps for which a seat is kept for a request that returns. A copy from the host takes fewer; KV
+# from elsewhere can take hundreds, and the seat is worth more to others meanwhile.
+_KEPT = 16
+
+_UNLIMITED = 2**40  # KV blocks where the model needs none
 
 
 @dataclass(eq=False)
@@ -32,8 +38,16 @@ class VllmView:
     now: Callable[[], float]  # seconds during which the engine was serving
     predictions: Callable[[], Iterable[tuple[Job, Prediction | None]]]  # since the last call
     end: Callable[[Job, Refusal], None]  # a job without its answer
-    _saved_budget: int | None = field(default=None, init=False)
+    _limited: bool = field(default=False, init=False)  # vLLM's limits are lowered in this step
     _held_decodes: int = field(default=0, init=False)
+    _since: dict[Request, int] = field(default_factory=dict, init=False)  # first step of returning
+    _stale: set[Request] = field(default_factory=set, init=False)  # preempted with output in flight
+    _claims: list[float] = field(default_factory=list, init=False)  # levels of `keep_seats_for`
+    _claimed: set[str] = field(default_factory=set, init=False)  # the requests of these levels
+    _first: Job | None = field(default=None, init=False)  # see `admit_first`
+
+    def __post_init__(self) -> None:
+        self._limits = vllm_api.StepLimits(self.scheduler)
 
     # Questions, see `EngineView`
 
@@ -55,7 +69,7 @@ class VllmView:
         return vllm_api.can_advance(self.scheduler, self._request(job))
 
     def prefilling(self) -> Collection[Job]:
-        prefills = self._jobs_of(vllm_api.inflight_prefills(self.scheduler))
+        prefills = self._jobs_of(vllm_api.running_prefills(self.scheduler))
         for job in prefills:
             self.observe(job)
         return prefills
@@ -70,30 +84,60 @@ class VllmView:
         return self.scheduler.pause_state is not PauseState.UNPAUSED
 
     def free_seats(self) -> int:
-        """Seats that waiting requests can take in the coming step; may be negative."""
-        scheduler = self.scheduler
-        taken = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
         # vLLM seats waiting requests that hold blocks before all others.
-        return scheduler.max_num_active_reqs - taken - len(scheduler.kv_holding_waiting)
+        return vllm_api.free_seats(self.scheduler) - vllm_api.loaded(self.scheduler)
+
+    def loaded(self) -> Sequence[Job]:
+        scheduler = self.scheduler
+        if not vllm_api.loaded(scheduler):
+            return ()
+        jobs = self._jobs_of(scheduler.kv_holding_waiting)
+        return [job for job in jobs if self.is_ready(job)]
+
+    def returning(self) -> Collection[Job]:
+        scheduler = self.scheduler
+        if self._stale:
+            self._stale = {one for one in self._stale if vllm_api.is_stale(scheduler, one)}
+        loading = vllm_api.loading(scheduler) if len(self.core.with_kv) else ()
+        if not self._stale and not loading:
+            self._since.clear()
+            return ()
+        step, since = scheduler.current_step, self._since
+        self._since = {one: since.get(one, step) for one in (*self._stale, *loading)}
+        return self._jobs_of(one for one, begun in self._since.items() if step < begun + _KEPT)
 
     def free_blocks(self) -> int:
         """Free blocks, less vLLM's watermark, less one for each running request that is about to
         begin a block. O(running)."""
         scheduler = self.scheduler
+        if not vllm_api.total_kv_blocks(scheduler):
+            return _UNLIMITED
         block_size = scheduler.block_size
         starting = sum(one.num_computed_tokens % block_size == 0 for one in scheduler.running)
         free = vllm_api.free_kv_blocks(scheduler)
         return free - scheduler.kv_cache_manager.watermark_blocks - starting
 
+    def coming_blocks(self) -> int:
+        return vllm_api.deferred_blocks(self.scheduler)
+
+    def reserved_blocks(self) -> int:
+        return vllm_api.reserved_blocks(self.scheduler)
+
+    def obstacles(self, job: Job) -> Sequence[Collection[Job]]:
+        groups = vllm_api.obstacles(self.scheduler, self._request(job))
+        return [self._jobs_of(group) for group in groups]
+
     def kv_use(self) -> float:
-        return self.scheduler.kv_cache_manager.usage
+        # A model without a KV cache never runs short of it.
+        empty = not vllm_api.total_kv_blocks(self.scheduler)
+        return 0.0 if empty else self.scheduler.kv_cache_manager.usage
 
     def token_budget(self) -> float:
         return self.scheduler.max_num_scheduled_tokens
 
     def decode_tokens(self) -> int:
         scheduler = self.scheduler
-        prefills = len(vllm_api.inflight_prefills(scheduler))
+        prefills = len(vllm_api.running_prefills(scheduler))
         decoding = len(scheduler.running) - prefills - self._held_decodes
         return decoding * (1 + scheduler.num_spec_tokens)
 
@@ -138,28 +182,49 @@ class VllmView:
     def preempt(self, job: Job, reason: str, beneficiary: Job | None = None) -> None:
         self.preemptions.evict(self._request(job), reason, beneficiary)
 
-    def hold(self, jobs: Collection[Job]) -> None:
-        prefills = vllm_api.inflight_prefills(self.scheduler)
-        for job in jobs:
-            request = self._request(job)
-            vllm_api.hold_for_one_step(self.scheduler, request)
-            self._held_decodes += request not in prefills
+    def preempted(self, request: Request) -> None:
+        """vLLM is preempting a request, for whatever reason."""
+        self._stale.add(request)
 
-    def limit_prefills(self, limits: StageLimits) -> None:
-        scheduler = self.scheduler
-        for job in limits.held:
-            vllm_api.hold_for_one_step(scheduler, self._request(job))
-        if not limits.gated:
-            return
-        if self._saved_budget is None:
-            self._saved_budget = scheduler.max_num_scheduled_tokens
-        scheduler.max_num_scheduled_tokens = min(self.decode_tokens(), self._saved_budget)
+    def hold(self, jobs: Collection[Job]) -> None:
+        requests = [self._request(job) for job in jobs]
+        for request in requests:
+            vllm_api.hold_for_one_step(self.scheduler, request)
+        self._held_decodes = sum(not request.is_prefill_chunk for request in requests)
+
+    def limit_prefills(self, limits: PrefillLimits) -> None:
+        if limits.gated or limits.cap is not None:
+            self._limited = True
+            budget = self.decode_tokens() if limits.gated else None
+            self._limits.lower(budget, limits.cap)
+
+    def keep_seats_for(self, jobs: Collection[Job]) -> None:
+        self._claims = [job.effective_level for job in jobs]
+        self._claimed = {job.request_id for job in jobs}
+
+    def admit_first(self, job: Job) -> None:
+        self._first = job
+
+    def may_take_seat(self, job: Job, popped: Request | None) -> bool:
+        """Whether the head of a waiting queue may have a seat in this step. `popped`: what vLLM has
+        taken out of the queue last."""
+        loads = popped is not None and vllm_api.is_loading(popped)
+        if popped is not None and loads and popped.request_id not in self._claimed:
+            # Its KV began to load in this step: vLLM gave it blocks, but not the seat yet.
+            self._claimed.add(popped.request_id)
+            self._claims.append(self.jobs[popped.request_id].effective_level)
+        level, first = job.effective_level, self._first
+        if first is not None and level > first.effective_level and first.seat is None:
+            return False
+        claims = sum(claim < level for claim in self._claims)
+        return not claims or vllm_api.free_seats(self.scheduler) > claims
 
     def restore_limits(self) -> None:
         self._held_decodes = 0
-        if self._saved_budget is not None:
-            self.scheduler.max_num_scheduled_tokens = self._saved_budget
-            self._saved_budget = None
+        self._claims, self._claimed, self._first = [], set(), None
+        if self._limited:
+            self._limits.restore()
+            self._limited = False
 
     # Whose order applies (policy key `observe`): both changes between two steps, O(n log n)
 
@@ -168,8 +233,8 @@ class VllmView:
         scheduler, core = self.scheduler, self.core
         before = [*scheduler.waiting], [*scheduler.kv_holding_waiting]
         queues = [
-            SemanticRequestQueue(core, self.jobs, queue, self.guard)
-            for queue in (core.waiting, core.new_queue())
+            SemanticRequestQueue(core, self.jobs, queue, self.guard, self.may_take_seat)
+            for queue in (core.waiting, core.with_kv)
         ]
         # The tail of self.running, where vLLM takes its victims, is the least urgent request.
         vllm_api.replace_queues(scheduler, *queues)
@@ -182,9 +247,10 @@ class VllmView:
         """Give vLLM its own queues again, with all requests in order of arrival."""
         scheduler, core, jobs = self.scheduler, self.core, self.jobs
         waiting, holding = list(scheduler.waiting), list(scheduler.kv_holding_waiting)
-        core.hold((), self.now())
-        for job in list(core.waiting):
-            core.waiting.remove(job)
+        core.hold({}, self.now())
+        for queue in (core.waiting, core.with_kv):
+            for job in list(queue):
+                queue.remove(job)
 
         def arrival(request: Request) -> int:
             job = jobs.get(request.request_id)

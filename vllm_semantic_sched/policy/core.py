@@ -1,7 +1,7 @@
 """State of all jobs and the decisions about them; `step.py` has their order in a step."""
 
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_semantic_sched.policy.config import Policy
@@ -35,6 +35,9 @@ from vllm_semantic_sched.policy.overload.admission import ends_requests
 from vllm_semantic_sched.policy.overload.control import OverloadControl
 from vllm_semantic_sched.policy.profile.cost import drop_seconds
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
+
+URGENT = "urgent"
+"""Reason of a preemption for a more urgent request, which counts for `max_per_request`."""
 
 _THRASH_TOKENS = 16  # a job preempted again before it has so many new tokens is thrashing
 _RERANKED_PER_STEP = 100  # jobs after a change of policy: about a millisecond of work
@@ -70,8 +73,11 @@ class SchedulingCore:
         self.levels = Levels(self.seating, self.lifecycle)
         self.overload: OverloadControl | None = None  # see `set_capacity`
         self.on_error = on_error
+        self.departures = 0  # jobs that gave back a seat so far
         self.version = 0  # changes whenever a job comes, goes, moves or gets another rank
         self._rank_only = QueueRules(_by_rank(policy), self.estimates)
+        # Waiting jobs whose KV is on the device or on its way there: by rank alone, no limits.
+        self.with_kv = WaitingQueue(self._rank_only)
         self._sequence = itertools.count()
         self.outdated: list[Job] = []  # may still be ranked by the previous policy
 
@@ -131,10 +137,6 @@ class SchedulingCore:
         )
         self.lifecycle.journal = journal
         self.lifecycle.waits = self.waiting.waits = waits
-
-    def new_queue(self) -> WaitingQueue:
-        """A waiting queue ordered by rank alone, without tenants or limits."""
-        return WaitingQueue(self._rank_only)
 
     def read_hints(self, extra_args: Any, priority: Any) -> Hint:
         """See `estimates.decision.read_hints`."""
@@ -241,10 +243,7 @@ class SchedulingCore:
             self.levels.read(job, prediction)
         elif not self.levels.look_again(job, prediction):
             return
-        if job in self.waiting:
-            self.waiting.push(job, self.rank(job))
-        elif job in self.running:
-            self._store_running(job)
+        self._rank_again(job)
 
     # Running
 
@@ -278,7 +277,8 @@ class SchedulingCore:
         policy, limits, dropping = self.policy, self.policy.preemption, None
         if can_drop and policy.all_tiers[job.level].drop:
             dropping = drop_seconds(job, self.estimates.output_tokens(job), self.profile)
-        must_end = limits.after_limit == "drop" and job.preemptions >= limits.max_per_request
+        at_limit = job.urgent_preemptions >= limits.max_per_request
+        must_end = limits.after_limit == "drop" and at_limit
         return plan_preemption(job, self.profile, policy.retention, host, dropping, must_end)
 
     def restored(self, job: Job) -> None:
@@ -300,8 +300,10 @@ class SchedulingCore:
         self._leave(job)
         job.preemptions += 1
         job.preemption_seconds += plan.seconds
+        if reason == URGENT:
+            job.urgent_preemptions += 1
         limits = self.policy.preemption
-        if limits.after_limit == "promote" and job.preemptions >= limits.max_per_request:
+        if limits.after_limit == "promote" and job.urgent_preemptions >= limits.max_per_request:
             job.limit_boost = 1.0
         job.generated_before = job.generated
         job.computed = plan.on_device
@@ -317,8 +319,7 @@ class SchedulingCore:
         self.version += 1
         self.lifecycle.move(job, JobState.WAITING, "copy_lost")
         job.computed = job.swapped = 0
-        if job in self.waiting:
-            self.waiting.push(job, self.rank(job))
+        self._rank_again(job)
 
     def first_token(self, job: Job) -> bool:
         """Record a job's first token; whether its rank among the running jobs may have changed."""
@@ -342,6 +343,7 @@ class SchedulingCore:
         its place, if any. `end`: how far its length can be compared with its prediction."""
         self.version += 1
         self.waiting.remove(job)
+        self.with_kv.remove(job)
         now = self.lifecycle.clock()
         if job in self.running:
             self.eviction.seat_freed(now)
@@ -357,6 +359,7 @@ class SchedulingCore:
         if job in self.running:
             self._leave(job)
         self.waiting.remove(job)
+        self.with_kv.remove(job)
 
     # Steps, in the order that `step.py` says
 
@@ -379,7 +382,7 @@ class SchedulingCore:
             self.waiting.changed()
         moved = self.seating.step(now, observe)
         for job in moved:
-            self.waiting.push(job, self.rank(job))
+            self._rank_again(job)
         if running or waiting or moved:
             self.version += 1
         return [*running, *waiting]
@@ -395,19 +398,18 @@ class SchedulingCore:
             return 0
         return min(self.running.steps_to_outlived, self.seating.kv_peak.steps_to_outlived)
 
-    def hold(self, jobs: Collection[Job], now: float, beneficiary: Job | None = None) -> list[Job]:
-        """Record which running jobs sit out the coming step, and for which protected job. Returns
-        those with a new place: not held any more, or promoted for being held."""
+    def hold(self, jobs: Mapping[Job, Job | None], now: float) -> list[Job]:
+        """Record which running jobs sit out the coming step, each with the one for which it does.
+        Returns those with a new place: not held any more, or promoted for being held."""
         held = self.protection.held
         if not jobs and not held:
             return []
-        wanted = set(jobs)
-        moved = [job for job in held if job not in wanted]
+        moved = [job for job in held if job not in jobs]
         for job in moved:
             self._release(job, now)
             if self.seating.promotions.earn(job, job.waited):
                 self._store_running(job)
-        for job in jobs:
+        for job, beneficiary in jobs.items():
             assert job.seat is not None
             since = job.seat.held_since
             if since is None:
@@ -434,7 +436,7 @@ class SchedulingCore:
         if job in self.protection.held:
             self._release(job, self.lifecycle.clock())
         self.restored(job)  # as far as it came
-        self.running.discard(job)
+        self.departures += self.running.discard(job)
         self.seating.leave(job)
 
     def _skip(self, job: Job, lasting: bool) -> None:
@@ -457,6 +459,15 @@ class SchedulingCore:
             elif job in self.running:
                 running.append(job)
         return running, waiting
+
+    def _rank_again(self, job: Job) -> None:
+        """Move a job to its new rank, wherever it is stored."""
+        if job in self.running:
+            self._store_running(job)
+            return
+        for queue in (self.waiting, self.with_kv):
+            if job in queue:
+                queue.push(job, self.rank(job))
 
     def rank(self, job: Job) -> Rank:
         seconds = self.estimates.rank_seconds(job)

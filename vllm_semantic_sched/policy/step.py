@@ -1,13 +1,14 @@
 """One scheduling step: every decision before the engine runs, in the order of `SchedulingStep.run`.
 Engine and simulator both call it, and differ in what answers its questions (`view.EngineView`)."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar, TypeVarTuple
 
-from vllm_semantic_sched.policy import holds
-from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy import holds, prefills
+from vllm_semantic_sched.policy.core import URGENT, SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job, JobState
+from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.facts.waits import Cause
 from vllm_semantic_sched.policy.overload.control import Ended
 from vllm_semantic_sched.policy.view import NO_LIMITS, EngineView, has_room
@@ -33,6 +34,10 @@ class SchedulingStep:
     def __init__(self, core: SchedulingCore) -> None:
         self._core = core
         self.last = StepOutcome(begun=-1)  # of the last step
+        self.sharing = prefills.PrefillSharing()
+        self._next: Job | None = None  # when the step was decided
+        self._was_first: Job | None = None  # see `_keep_seats`
+        self._held: tuple[Sequence[Job], Job | None] = ((), None)  # decodes, and for whom
         self._explained = -1  # version of the core
 
     def run(self, view: EngineView) -> StepOutcome:
@@ -79,6 +84,21 @@ class SchedulingStep:
         """Record a job's first token after a step, and move the job if its rank changed."""
         if self._core.first_token(job):
             view.reposition([job])
+
+    def achieved_nothing(self) -> None:
+        """The step computed no token although jobs sat out: nobody does in the next one."""
+        self._core.protection.achieved_nothing()
+        self.sharing.achieved_nothing()
+
+    def tokens_left(self, view: EngineView) -> None:
+        """The step was filled and has tokens left: note whether the engine did not start the next
+        job although it had room."""
+        core, newcomer = self._core, self._core.waiting.peek()
+        if newcomer is None or newcomer is not self._next or not view.reserved_blocks():
+            return
+        ready = view.is_ready(newcomer) and not view.obstacles(newcomer)
+        if ready and not view.is_paused() and has_room(newcomer, view):
+            core.eviction.passed_over = newcomer
 
     def filled(self, view: EngineView) -> None:
         """Record why requests wait once a step is filled, if that is logged and has changed."""
@@ -133,13 +153,19 @@ class SchedulingStep:
     # Parts
 
     def _apply_predictions(self, view: EngineView) -> None:
-        changed = []
+        changed: list[Job] = []
         for job, prediction in view.predictions():
-            if job.state is JobState.RUNNING:
-                view.observe(job)
-            self._core.predicted(job, prediction)
-            changed.append(job)
+            # One by one: an error costs one prediction, not all that came with it.
+            self._guarded("applying a prediction", self._read, view, job, prediction, changed)
         self._changed(view, changed)
+
+    def _read(
+        self, view: EngineView, job: Job, prediction: Prediction | None, changed: list[Job]
+    ) -> None:
+        if job.state is JobState.RUNNING:
+            view.observe(job)
+        self._core.predicted(job, prediction)
+        changed.append(job)
 
     def _revise_estimates(self, view: EngineView) -> None:
         self._changed(view, self._core.revise(view.observe, view.now()))
@@ -160,6 +186,8 @@ class SchedulingStep:
         """Whether the step can only decode. Most are like that, and asking all questions in them
         would double the time of a simulation."""
         core = self._core
+        if core.with_kv and view.loaded():
+            return False
         if self.is_quiet and not core.seating.metered:
             return True
         if view.prefilling():
@@ -171,38 +199,76 @@ class SchedulingStep:
 
     def _make_room(self, view: EngineView, idle: bool | None) -> None:
         core = self._core
-        if idle or not core.eviction.wants_room or view.is_paused():
+        core.eviction.clearing = None
+        if idle:
             return
-        prefill_tokens = view.token_budget() - len(core.running)
-        victims = core.eviction.plan(view, view.free_seats(), view.free_blocks(), prefill_tokens)
+        if core.with_kv and not view.is_paused():
+            loaded = view.loaded()
+            free = view.free_seats() + len(loaded)
+            self._preempt(view, core.eviction.claim_seats(loaded, free, view))
+        if core.eviction.wants_room and not view.is_paused():
+            blocks = view.free_blocks() + view.coming_blocks()
+            prefill_tokens = view.token_budget() - len(core.running)
+            self._preempt(view, core.eviction.plan(view, view.free_seats(), blocks, prefill_tokens))
+        self._keep_seats(view)
+
+    def _preempt(self, view: EngineView, victims: Mapping[Job, Job]) -> None:
         for victim, beneficiary in victims.items():
-            view.preempt(victim, "urgent", beneficiary)
+            view.preempt(victim, URGENT, beneficiary)
+
+    def _keep_seats(self, view: EngineView) -> None:
+        """Keep seats for jobs that are about to return, and for a more urgent newcomer."""
+        core = self._core
+        if returning := view.returning():
+            view.keep_seats_for(returning)
+        newcomer = self._next = core.waiting.peek()
+        if newcomer is None:
+            return
+        if (clearing := core.eviction.clearing) is not None:
+            view.admit_first(clearing)  # else others would take what is being freed for it
+            return
+        loaded = view.loaded() if core.with_kv else ()
+        seats = view.free_seats() + len(loaded)
+        if not loaded or not 0 < seats <= len(loaded) or newcomer is self._was_first:
+            self._was_first = None
+            return
+        needed = view.needed_blocks(newcomer)
+        if newcomer.effective_level < loaded[0].effective_level and needed <= view.free_blocks():
+            view.admit_first(newcomer)
+            self._was_first = newcomer  # once: if it does not start, those with KV go on
 
     def _hold(self, view: EngineView) -> bool:
-        """Hold decoding jobs; returns whether the next steps may hold some, too."""
+        """Choose decoding jobs to hold; returns whether the next steps may hold some, too."""
         core, now = self._core, view.now()
-        held: Sequence[Job] = ()
-        protected = None
+        self._held = ((), None)
         watching = holds.may_hold(core)
         if core.protection.enabled:
             affordable = core.protection.begin_step(now, busy=len(core.running) > 0)
-            if affordable and watching:
-                held, protected = holds.choose(core, view)
-        moved = core.hold(held, now, protected)
-        if moved:
-            view.reposition(moved)
-        if held:
-            view.hold(held)
+            # A paused engine waits for all that run, the most urgent ones or not.
+            if affordable and watching and not view.is_paused():
+                self._held = holds.choose(core, view)
+        if self._held[0]:
+            view.hold(self._held[0])
         return watching
 
     def _limit_prefills(self, view: EngineView, quiet: bool) -> bool:
         """Bound the prefills of the step; returns whether it is to prefill a protected job."""
-        if quiet:
-            return False
-        limits = holds.stage_limits(self._core, view)
+        core, (held, protected) = self._core, self._held
+        limits, is_protected = NO_LIMITS, False
+        if not quiet:
+            limits = prefills.gate(core, view)
+            if not limits.gated:
+                limits = self.sharing.limits(core, view)
+            is_protected = holds.has_protected(core) and prefills.prefills_protected(core, view)
         if limits is not NO_LIMITS:
             view.limit_prefills(limits)
-        return holds.prefills_protected(self._core, view)
+        if limits.held:
+            view.hold([*held, *limits.held])
+        sit_out = dict.fromkeys(held, protected) | dict.fromkeys(limits.held, limits.beneficiary)
+        moved = core.hold(sit_out, view.now())
+        if moved:
+            view.reposition(moved)
+        return is_protected
 
     def _why_waiting(self, view: EngineView) -> Cause:
         if view.is_paused():

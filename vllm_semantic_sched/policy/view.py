@@ -11,14 +11,16 @@ from vllm_semantic_sched.policy.overload.refusal import Refusal
 
 
 @dataclass(frozen=True, slots=True)
-class StageLimits:
+class PrefillLimits:
     """Limits on the prefills of a step."""
 
-    held: tuple[Job, ...] = ()  # running ones that get no token in this step
-    gated: bool = False  # no other prefill gets any either
+    held: tuple[Job, ...] = ()  # running ones that sit out this step
+    cap: int | None = None  # most prompt tokens of each other one; None: as many as it can use
+    gated: bool = False  # no other one gets any
+    beneficiary: Job | None = None  # the most urgent of those for which they do
 
 
-NO_LIMITS = StageLimits()
+NO_LIMITS = PrefillLimits()
 
 
 class EngineView(AdmissionView, Protocol):
@@ -48,7 +50,15 @@ class EngineView(AdmissionView, Protocol):
         """Whether an operator has paused the queue: no request gets a seat."""
 
     def free_seats(self) -> int:
-        """Seats for waiting requests; negative where more are taken than there are."""
+        """Seats for waiting requests without KV on the device; negative where more are taken than
+        there are. The engine gives seats to `loaded` requests first."""
+
+    def loaded(self) -> Sequence[Job]:
+        """Jobs without a seat whose KV is complete on the device, the most urgent first."""
+
+    def returning(self) -> Collection[Job]:
+        """Jobs without a seat that the engine will be able to seat soon and cannot now: their KV is
+        being loaded, or their last output is in flight."""
 
     def free_blocks(self) -> int:
         """KV blocks for waiting requests, with those that running ones need next put aside."""
@@ -75,10 +85,17 @@ class EngineView(AdmissionView, Protocol):
         """End a job without its answer."""
 
     def hold(self, jobs: Collection[Job]) -> None:
-        """Give these running jobs no token in the coming step; they keep seat and KV."""
+        """Give these running jobs, and no others, no token in the coming step; they keep seat and
+        KV."""
 
-    def limit_prefills(self, limits: StageLimits) -> None:
-        """Bound the prefills of the coming step."""
+    def limit_prefills(self, limits: PrefillLimits) -> None:
+        """Bound the tokens of prefills in the coming step; those that sit it out are held."""
+
+    def keep_seats_for(self, jobs: Collection[Job]) -> None:
+        """Give no seat that one of these jobs will need to a less urgent one in the coming step."""
+
+    def admit_first(self, job: Job) -> None:
+        """Give no less urgent job a seat in the coming step before this one has its own."""
 
 
 def has_room(newcomer: Job, view: EngineView) -> bool:

@@ -14,7 +14,7 @@ from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.overload.refusal import DROPPED, Refusal
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
 from vllm_semantic_sched.policy.step import SchedulingStep
-from vllm_semantic_sched.policy.view import NO_LIMITS, StageLimits
+from vllm_semantic_sched.policy.view import NO_LIMITS, PrefillLimits
 from vllm_semantic_sched.sim.blocks import BlockPool, PrefixCache
 from vllm_semantic_sched.sim.cost import Chunk, StepWork, slowest_of_batch, sum_of_tokens
 from vllm_semantic_sched.sim.decoding import Decoding
@@ -29,8 +29,8 @@ class Engine:
 
     `begin_step` takes the decisions of `policy.step`, then does what vLLM does with them:
     decoding requests take the blocks that they need, at the expense of the tail of the running
-    list; prefills go on; waiting requests are admitted while seats, blocks and tokens last.
-    Decodes take their tokens from the budget before prefills do.
+    list; running requests get tokens in the order of that list, and waiting ones are admitted while
+    seats, blocks and tokens last.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Engine:
 
     def _repeats(self) -> bool:
         """Whether the coming step does what the last one did, with the next tokens."""
-        if self._predictions or self.held or self._limits.held or not self.step.repeats(self):
+        if self._predictions or self.held or not self.step.repeats(self):
             return False
         for job, tokens in self._chunks.items():
             if job not in self._prefilling or job.tokens - job.computed < tokens:
@@ -214,6 +214,21 @@ class Engine:
         """Free blocks less those that decodes take in the coming step, or when released."""
         return self.pool.free - self._decoding.growth(1) - self._decoding.held_growth
 
+    def coming_blocks(self) -> int:
+        return 0  # blocks are free at once
+
+    def reserved_blocks(self) -> int:
+        return 0  # KV is loaded within a step
+
+    def obstacles(self, job: Job) -> Sequence[Collection[Job]]:
+        return ()  # no adapters, no images
+
+    def loaded(self) -> Sequence[Job]:
+        return ()
+
+    def returning(self) -> Collection[Job]:
+        return ()
+
     def kv_use(self) -> float:
         pool = self.pool
         return (pool.total - pool.free) / pool.total if pool.limited else 0.0
@@ -275,8 +290,14 @@ class Engine:
         self.core.finish(job, AnswerEnd.ABORTED, JobState.REFUSED, code, refusal.beneficiary)
         self._ended(run)
 
-    def limit_prefills(self, limits: StageLimits) -> None:
+    def limit_prefills(self, limits: PrefillLimits) -> None:
         self._limits = limits
+
+    def keep_seats_for(self, jobs: Collection[Job]) -> None:
+        """Nobody has KV without a seat here."""
+
+    def admit_first(self, job: Job) -> None:
+        """Nobody has KV without a seat here."""
 
     def hold(self, jobs: Collection[Job]) -> None:
         self._hold_given = True
@@ -292,14 +313,24 @@ class Engine:
 
     def _arrange(self) -> None:
         preempted = self._grow()
-        limits = self._limits
-        budget = 0.0 if limits.gated else self._token_budget - len(self._decoding)
-        prefilling, held = self._prefilling, self.held
-        for job in self.running if prefilling else ():
-            if job in prefilling and job not in limits.held and job not in held and budget > 0:
-                budget -= self._schedule(job, budget)
+        limits, prefilling = self._limits, self._prefilling
+        budget = len(self._decoding) if limits.gated else self._token_budget
+        budget -= self._serve(budget) if prefilling else len(self._decoding)
         if not preempted:
             self._admit(budget)
+
+    def _serve(self, budget: float) -> float:
+        """Give running requests their tokens in the order of the list, as vLLM does: a prefill as
+        many as it may take, a decode one, while the budget lasts. Returns how many."""
+        limits, given = self._limits, 0
+        for job in self.running:
+            if given >= budget:
+                break
+            if job not in self._prefilling:
+                given += job not in self.held
+            elif not limits.gated and job not in self.held:
+                given += self._schedule(job, budget - given)
+        return given
 
     def _grow(self) -> bool:
         """Give a block to each decoding request that needs one; whether any was preempted."""
@@ -342,7 +373,8 @@ class Engine:
 
     def _schedule(self, job: Job, most: float) -> int:
         """Let a request compute up to `most` tokens in this step."""
-        tokens = int(min(job.tokens - job.computed, most))
+        cap = self._limits.cap
+        tokens = int(min(job.tokens - job.computed, most, math.inf if cap is None else cap))
         self._chunks[job] = tokens
         self._prefixes.enter(self._runs[job], job.computed + tokens)
         return tokens

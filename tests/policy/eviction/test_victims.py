@@ -7,7 +7,7 @@ from jobs import FreeingView, make_job
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.eviction import Preemption
-from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.core import URGENT, SchedulingCore
 from vllm_semantic_sched.policy.eviction.retention import PreemptionKind
 from vllm_semantic_sched.policy.eviction.victims import choose_victims
 from vllm_semantic_sched.policy.facts.capacity import Need
@@ -38,7 +38,7 @@ candidates = st.lists(
     st.integers(1, 6),
 )
 def test_victims(jobs, level, seats, blocks, gap, max_victims) -> None:
-    freed = {make_job(job_level, preemptions=n): free for job_level, n, free in jobs}
+    freed = {make_job(job_level, urgent_preemptions=n): free for job_level, n, free in jobs}
     limits = Preemption(min_level_gap=gap, max_per_request=3)
     need = Need(seats, blocks)
     victims = choose_victims(level, need, run(freed), limits, max_victims, freed.__getitem__)
@@ -46,7 +46,7 @@ def test_victims(jobs, level, seats, blocks, gap, max_victims) -> None:
     eligible = {
         job: free
         for job, free in freed.items()
-        if free is not None and job.level >= level + gap and job.preemptions < 3
+        if free is not None and job.level >= level + gap and job.urgent_preemptions < 3
     }
     assert set(victims) <= set(eligible) and len(victims) <= max_victims
     if victims:
@@ -116,7 +116,7 @@ def test_after_its_last_preemption_a_job_is_protected_promoted_or_dropped(after)
     core = SchedulingCore(parse_policy(policy), load_profile("default"))
     job, other = make_job(2), make_job(1)
     core.start(job)
-    core.preempt(job, core.plan_preemption(job, can_drop=True))
+    core.preempt(job, core.plan_preemption(job, can_drop=True), URGENT)
     core.requeue(job, core.waiting)
     core.requeue(other, core.waiting)
     # Promoted, it is as urgent as the other one and came before it.
@@ -128,5 +128,5 @@ def test_after_its_last_preemption_a_job_is_protected_promoted_or_dropped(after)
     kind = core.plan_preemption(job, can_drop=True).kind
     assert (kind is PreemptionKind.DROP) == (after == "drop")
     assert core.plan_preemption(job).kind is PreemptionKind.RECOMPUTE  # it cannot be told
-    other_tier = make_job(1, preemptions=1)
+    other_tier = make_job(1, urgent_preemptions=1)
     assert core.plan_preemption(other_tier, can_drop=True).kind is PreemptionKind.RECOMPUTE

@@ -62,7 +62,7 @@ def seated(core: SchedulingCore, level: int, first_token: bool, preemptions: int
     core.enqueue(job, core.waiting)
     core.take(job, core.waiting)
     core.start(job)
-    job.preemptions = preemptions
+    job.urgent_preemptions = preemptions
     if first_token:
         core.first_token(job)
     return job

@@ -1,7 +1,7 @@
 """vLLM's waiting queue, in the order of the policy core."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from vllm_semantic_sched.engine.guard import Guard
 from vllm_semantic_sched.engine.vllm_api import Request, RequestQueue
@@ -19,15 +19,22 @@ class SemanticRequestQueue(RequestQueue):
     """
 
     def __init__(
-        self, core: SchedulingCore, jobs: dict[str, Job], queue: WaitingQueue, guard: Guard
+        self,
+        core: SchedulingCore,
+        jobs: dict[str, Job],
+        queue: WaitingQueue,
+        guard: Guard,
+        may_take_seat: Callable[[Job, Request | None], bool] = lambda job, popped: True,
     ) -> None:
         self._core = core
         self._jobs = jobs
         self._queue = queue
         self._guard = guard
         self._members: OrderedDict[str, Request] = OrderedDict()
+        self._may_take_seat = may_take_seat
         self._ordered = True
         self._peeked: Request | None = None
+        self._popped: Request | None = None  # the last one that vLLM took out
 
     def add_request(self, request: Request) -> None:
         if not self._ordered and not self._members:
@@ -65,6 +72,7 @@ class SemanticRequestQueue(RequestQueue):
         request = self._peeked or self._head()
         assert request is not None, "pop from an empty queue"
         self.remove_request(request, seated=True)
+        self._popped = request
         return request
 
     def remove_request(self, request: Request, seated: bool = False) -> None:
@@ -90,7 +98,12 @@ class SemanticRequestQueue(RequestQueue):
     def __bool__(self) -> bool:
         """Whether a request may be seated now. vLLM checks this before it looks at the head, so
         it admits only requests that reservations let through."""
-        return bool(self._members) and self._head() is not None
+        head = self._head() if self._members else None
+        if head is None or not self._ordered:
+            return head is not None
+        with self._guard("keeping seats"):
+            return self._may_take_seat(self._jobs[head.request_id], self._popped)
+        return True
 
     def __len__(self) -> int:
         return len(self._members)

@@ -52,5 +52,10 @@ def find_hooks(scheduler: type, core: type, stats: type, output: type, error: ty
 REQUEST_ERROR: Any = getattr(vllm.outputs, "RequestError", None)
 """vLLM's class of errors that a request's last output carries; None if it has none."""
 
+HELD_ADAPTERS_COUNT = hasattr(Scheduler, "has_request")
+"""Whether vLLM counts the LoRA adapters of running requests that sit out a step, and keeps a
+session that is preempted while the last token of its turn is in flight. From 0.33 on, which is
+known by a method that came with it."""
+
 HOOKS = find_hooks(Scheduler, EngineCore, SchedulerStats, EngineCoreOutput, REQUEST_ERROR)
 """Of the installed vLLM."""

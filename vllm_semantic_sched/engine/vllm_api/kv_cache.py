@@ -31,8 +31,10 @@ def has_one_block_table(scheduler: Scheduler) -> bool:
 
 
 def total_kv_blocks(scheduler: Scheduler) -> int:
-    """Blocks that requests can hold: all but vLLM's null block."""
-    return scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
+    """Blocks that requests can hold: all but vLLM's null block; 0 for a model without KV cache."""
+    if not scheduler.kv_cache_config.kv_cache_groups:
+        return 0
+    return max(0, scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1)
 
 
 def free_kv_blocks(scheduler: Scheduler) -> int:
@@ -70,12 +72,29 @@ def blocks_held(scheduler: Scheduler, request: Request) -> int:
 
 
 def freeable_blocks(scheduler: Scheduler, request: Request) -> int | None:
-    """Blocks that preempting a running request frees at once: those that it does not share; None
-    while a step in flight may write to them."""
-    if not scheduler._request_blocks_can_be_freed(request):
-        return None
+    """Blocks that preempting a running request frees, now or when the steps in flight have ended
+    (`deferred_blocks`): those that it does not share. None: it must not be preempted now."""
+    in_flight = request.num_in_flight_tokens > 0
+    if request.resumable and in_flight and not capabilities.HELD_ADAPTERS_COUNT:
+        return None  # before 0.33, vLLM would lose a session whose turn ends in a step in flight
     groups = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
     return sum(block.ref_cnt == 1 and not block.is_null for group in groups for block in group)
+
+
+def deferred_blocks(scheduler: Scheduler) -> int:
+    """Blocks of preempted and finished requests that vLLM frees when the steps in flight, which may
+    write to them, have ended."""
+    return sum(
+        sum(block.ref_cnt == 1 and not block.is_null for block in blocks)
+        for _, blocks in scheduler.deferred_frees
+    )
+
+
+def reserved_blocks(scheduler: Scheduler) -> int:
+    """Blocks that vLLM sets aside for prefills under way before it loads KV beside steps."""
+    if scheduler.connector is None:
+        return 0
+    return scheduler._inflight_prefill_reserved_blocks() + scheduler._spec_decode_step_blocks
 
 
 def most_blocks_of_a_step(scheduler: Scheduler) -> int:

@@ -1,7 +1,7 @@
 """vLLM's scheduler: its private methods, its queues, limits and seats."""
 
 import time
-from collections.abc import Set
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -94,9 +94,90 @@ def preempt(scheduler: Scheduler, request: Request, drop_output: bool = False) -
     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
 
-def inflight_prefills(scheduler: Scheduler) -> Set[Request]:
+def running_prefills(scheduler: Scheduler) -> list[Request]:
     """Running requests whose prompt is not fully computed."""
-    return scheduler._inflight_prefills
+    # vLLM's set also has requests whose KV is being loaded: they have blocks, but no seat.
+    inflight = scheduler._inflight_prefills
+    return [one for one in inflight if one.status is RequestStatus.RUNNING]
+
+
+def is_loading(request: Request) -> bool:
+    """Whether a request waits for a load of its KV, beside steps."""
+    return request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+
+
+def loading(scheduler: Scheduler) -> list[Request]:
+    """Requests whose KV is being loaded beside steps."""
+    done = scheduler.finished_recving_kv_req_ids
+    inflight = scheduler._inflight_prefills
+    return [one for one in inflight if is_loading(one) and one.request_id not in done]
+
+
+def loaded(scheduler: Scheduler) -> int:
+    """Number of requests without a seat whose KV is on the device: vLLM seats them first."""
+    holding = len(scheduler.kv_holding_waiting)
+    if not holding:
+        return 0
+    # Sessions that wait for input are among them, and have their seats.
+    return max(0, holding - scheduler.num_waiting_for_streaming_input - len(loading(scheduler)))
+
+
+def free_seats(scheduler: Scheduler) -> int:
+    """Seats that nobody has; sessions that wait for input keep theirs. May be negative."""
+    taken = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
+    return scheduler.max_num_active_reqs - taken
+
+
+def is_stale(scheduler: Scheduler, request: Request) -> bool:
+    """Whether a preempted request waits for output that was in flight: vLLM skips it until then."""
+    waits = request.status is RequestStatus.PREEMPTED and request.request_id in scheduler.requests
+    return waits and request.num_stale_output_tokens > 0 and not request.drop_stale_output
+
+
+def seats(scheduler: Scheduler) -> int:
+    """Most requests that vLLM lets run at once."""
+    return min(scheduler.max_num_running_reqs, scheduler.max_num_active_reqs)
+
+
+class StepLimits:
+    """Lowers vLLM's limits on the tokens of a step, for one step."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._saved: tuple[int, int, bool] | None = None
+
+    def lower(self, tokens: int | None, prompt_tokens: int | None) -> None:
+        """At most `tokens` in the step, and of each request at most `prompt_tokens` of its prompt;
+        None: as configured."""
+        scheduler, config = self._scheduler, self._scheduler.scheduler_config
+        if self._saved is None:
+            self._saved = (
+                scheduler.max_num_scheduled_tokens,
+                config.long_prefill_token_threshold,
+                scheduler.adaptive_long_prefill_threshold,
+            )
+        if tokens is not None:
+            most = scheduler.max_num_scheduled_tokens
+            scheduler.max_num_scheduled_tokens = min(tokens, most)
+        if prompt_tokens is not None:
+            # It counts for decodes with drafts, too, and the last tokens of a prompt go together.
+            least = 1 + max(scheduler.num_spec_tokens, scheduler.num_prefill_lookahead)
+            given = config.long_prefill_token_threshold
+            cap = max(least, prompt_tokens)
+            if given and not scheduler.adaptive_long_prefill_threshold:
+                cap = min(cap, given)
+            config.long_prefill_token_threshold = cap
+            # Adaptive, it would be at least an even share of the step.
+            scheduler.adaptive_long_prefill_threshold = False
+
+    def restore(self) -> None:
+        """Put the limits back that `lower` has changed."""
+        if self._saved is not None:
+            scheduler, config = self._scheduler, self._scheduler.scheduler_config
+            scheduler.max_num_scheduled_tokens = self._saved[0]
+            config.long_prefill_token_threshold = self._saved[1]
+            scheduler.adaptive_long_prefill_threshold = self._saved[2]
+            self._saved = None
 
 
 def hold_for_one_step(scheduler: Scheduler, request: Request) -> None:
@@ -135,22 +216,69 @@ def why_no_holds(config: VllmConfig) -> str | None:
     # The V1 model runner loses the draft tokens of a request that sits out a step.
     if config.speculative_config is not None and not config.use_v2_model_runner:
         return "speculative decoding on vLLM's V1 model runner"
+    if not can_sit_out(config):
+        return "LoRA, before vLLM 0.33"
     return None
 
 
+def can_sit_out(config: VllmConfig) -> bool:
+    """Whether a running request, in prefill or not, may sit out a step. Before 0.33 vLLM does not
+    count the adapter of one that does, and dies of one adapter too many when it comes back."""
+    return config.lora_config is None or capabilities.HELD_ADAPTERS_COUNT
+
+
 def is_ready(scheduler: Scheduler, request: Request) -> bool:
-    """Whether vLLM could admit a waiting request now if a seat and blocks were free."""
+    """Whether vLLM could admit a waiting request now if seat, blocks, adapter slot and room for its
+    encoder outputs were free (`obstacles`)."""
     if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
         structured = request.structured_output_request
-        return structured is not None and structured.grammar is not None
+        grammar = structured.grammar if structured is not None else None
+        # What failed to compile ends without a seat.
+        return grammar is not None and not isinstance(grammar, Exception)
+    if is_loading(request):
+        return request.request_id in scheduler.finished_recving_kv_req_ids
     if request.num_stale_output_tokens and not request.drop_stale_output:
         return False
-    if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-        return False
-    lora_config = scheduler.lora_config
-    if not lora_config or not request.lora_request:
-        return True
-    active = {
-        running.lora_request.lora_int_id for running in scheduler.running if running.lora_request
-    }
-    return request.lora_request.lora_int_id in active or len(active) < lora_config.max_loras
+    return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+def obstacles(scheduler: Scheduler, request: Request) -> Sequence[Collection[Request]]:
+    """Groups of running requests, each of which holds all that a waiting one lacks besides a seat
+    and blocks: the slot of an adapter, or room in the encoder cache. Empty: it lacks nothing."""
+    return [*_adapter_holders(scheduler, request), *_encoder_holders(scheduler, request)]
+
+
+def _adapter_holders(scheduler: Scheduler, request: Request) -> Sequence[Collection[Request]]:
+    """The running requests of each adapter, if all slots are taken and none has the request's."""
+    config, wanted = scheduler.lora_config, request.lora_request
+    if not config or not wanted:
+        return ()
+    users: dict[int, list[Request]] = {}
+    for running in scheduler.running:
+        if running.lora_request:
+            users.setdefault(running.lora_request.lora_int_id, []).append(running)
+    if wanted.lora_int_id in users or len(users) < config.max_loras:
+        return ()
+    return list(users.values())
+
+
+def _encoder_holders(scheduler: Scheduler, request: Request) -> Sequence[Collection[Request]]:
+    """The running requests with encoder outputs, last in the list first, that have to go before the
+    outputs of a waiting request fit beside the rest."""
+    manager = scheduler.encoder_cache_manager
+    free = getattr(manager, "num_freeable_slots", None)
+    if not request.has_encoder_inputs or request.num_computed_tokens or free is None:
+        return ()
+    first = request.mm_features[0]
+    if first.mm_position.offset or first.identifier in manager.cached:
+        return ()  # what is in front of it can be computed meanwhile
+    missing = first.mm_position.get_num_embeds() - free
+    holders: list[Request] = []
+    for running in reversed(scheduler.running):
+        if missing <= 0:
+            break
+        if running.has_encoder_inputs:
+            held = manager.get_cached_input_ids(running)
+            missing -= sum(running.get_num_encoder_embeds(one) for one in held)
+            holders += [running] if held else []
+    return [holders] if holders and missing <= 0 else ()

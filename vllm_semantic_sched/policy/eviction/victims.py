@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from vllm_semantic_sched.policy.config.eviction import Preemption
@@ -36,6 +36,17 @@ class AdmissionView(Protocol):
 
     def preemption_seconds(self, job: Job) -> float:
         """Engine seconds that preempting a running job would cost."""
+
+    def coming_blocks(self) -> int:
+        """KV blocks that become free when the steps in flight have ended."""
+
+    def reserved_blocks(self) -> int:
+        """KV blocks that the engine sets aside for running prefills before it begins to load KV
+        for a waiting job."""
+
+    def obstacles(self, job: Job) -> Sequence[Collection[Job]]:
+        """What a waiting job lacks besides a seat and blocks: groups of running jobs, each of which
+        holds all of it, an adapter slot or room for an encoder's output. Empty: nothing."""
 
 
 def choose_victims(
@@ -76,7 +87,9 @@ def choose_victims(
         above = its_level < level or (its_level == level and not among_equals)
         if above or (near and gives_way is None):
             break  # all others are at least as urgent
-        protected = near or (job.preemptions >= limits.max_per_request and not droppable(job))
+        protected = near or (
+            job.urgent_preemptions >= limits.max_per_request and not droppable(job)
+        )
         if protected and (gives_way is None or not gives_way(job)):
             continue
         freed = freeable_blocks(job)
@@ -120,7 +133,12 @@ class Eviction:
         self._seconds_left = seconds_left
         self._freed_at: float | None = None
         self._gap = math.inf  # mean seconds until a seat comes free by itself
-        self._unpaid: Job | None = None  # found no victim worth a seat, and none came free since
+        # It found no victim worth a seat, and none came free since: job, entitled level, whether
+        # the cost counts.
+        self._unpaid: tuple[Job, int | None, bool] | None = None
+        # The engine did not start it although it had room: it may need more than that.
+        self.passed_over: Job | None = None
+        self.clearing: Job | None = None  # part of what it lacks was freed for it in this step
 
     def adopt(self) -> None:
         """The seating has a new policy."""
@@ -132,7 +150,7 @@ class Eviction:
             gap = now - self._freed_at
             self._gap = gap if self._gap == math.inf else self._gap + _RATE * (gap - self._gap)
         self._freed_at = now
-        self._unpaid = None
+        self._unpaid = self.passed_over = None
 
     # The right to preempt
 
@@ -218,9 +236,11 @@ class Eviction:
         """Running jobs to preempt before a step, each with the waiting one that it makes room for.
         Goes down the waiting queue as far as jobs can be admitted in this step, and subtracts what
         each takes from the free `seats`, `blocks` and `prefill_tokens`: also jobs that age,
-        deadline or share put before more urgent ones, though no job is preempted for them."""
+        deadline or share put before more urgent ones, though no job is preempted for them. `blocks`
+        are those that are free now or will be after the steps in flight."""
         seating = self._seating
         victims: dict[Job, Job] = {}
+        self.clearing = None
         passed = 0
         for job in itertools.islice(seating.waiting.ordered(), _LOOKAHEAD):
             if prefill_tokens <= 0:
@@ -235,15 +255,22 @@ class Eviction:
                 break
             if not view.is_ready(job) or not seating.tenant_caps.admits(job):
                 continue
-            needed = view.needed_blocks(job)
+            groups = view.obstacles(job)
+            if groups and not entitled:
+                continue
+            needed = self.needed_blocks(job, view)
             # What the engine lacks, or more if less urgent tiers use up their part beside a hard
             # reservation.
             missing = seating.shortage(job)
             need = Need(max(1 - seats, missing.seats), max(needed - blocks, missing.blocks))
-            if entitled and not need.met:
-                chosen = self.victims_for(job, need, view, victims)
-                if not chosen:
+            if groups or (entitled and not need.met):
+                chosen = self.victims_for(job, need, view, victims, groups)
+                if not chosen and not groups:
                     break
+                if not chosen:
+                    continue
+                if groups and not any(set(group) <= set(chosen) for group in groups):
+                    self.clearing = job
                 victims |= dict.fromkeys(chosen, job)
                 seats += len(chosen)
                 blocks += sum(view.freeable_blocks(victim) or 0 for victim in chosen)
@@ -252,51 +279,96 @@ class Eviction:
             prefill_tokens -= job.tokens
         return victims
 
+    def needed_blocks(self, job: Job, view: AdmissionView) -> int:
+        """KV blocks for a waiting job. For one that was passed over with room for it also those
+        that the engine sets aside for running prefills: it may load KV."""
+        reserved = view.reserved_blocks() if job is self.passed_over else 0
+        return view.needed_blocks(job) + reserved
+
+    def claim_seats(self, loaded: Sequence[Job], seats: int, view: AdmissionView) -> dict[Job, Job]:
+        """Victims for jobs whose KV is complete on the device, the most urgent first: the seat that
+        one of them had may be taken. `seats`: free ones."""
+        victims: dict[Job, Job] = {}
+        for job in loaded:
+            if seats <= 0 and self.worth_preempting(job):
+                chosen = self.victims_for(job, Need(1 - seats, 0), view, victims)
+                victims |= dict.fromkeys(chosen, job)
+                seats += len(chosen)
+            seats -= 1
+        return victims
+
     def victims_for(
-        self, job: Job, need: Need, view: AdmissionView, beside: Collection[Job] = ()
+        self,
+        job: Job,
+        need: Need,
+        view: AdmissionView,
+        beside: Collection[Job] = (),
+        groups: Sequence[Collection[Job]] = (),
     ) -> list[Job]:
         """Victims for a waiting job, see `choose_victims`; empty if it gets none.
 
         A victim must be worth its seat: the engine time that its preemption costs all running jobs
         is worth less than the time that `job` would wait for room to come free. What a deadline or
         a reservation entitles to is not weighed, nor is a victim that ends (`after_limit`). Victims
-        chosen in this step for others (`beside`) are left out.
+        chosen in this step for others (`beside`) are left out. Of `groups` (`obstacles`), one is
+        among them: the smallest that may be preempted, whole, or the first part of it that a step
+        may preempt.
         """
-        if job is self._unpaid:
-            return []
         takes_seat = job in self._seating.deadlines.may_take_seats
         borrowed = self._seating.reservation.borrowed_from(job.level)
-        unweighed = takes_seat or borrowed is not None
+        unweighed, level = takes_seat or borrowed is not None, self._entitled_level(job)
+        if self._unpaid == (asked := (job, level, unweighed)):
+            return []
         affordable = math.inf if unweighed else self._affordable_seconds(job, need)
         limits = self._seating.policy.preemption
 
         def freeable(victim: Job) -> int | None:
             if not self._seating.policy.all_tiers[victim.level].preemptible:
                 return None
-            ends = victim.preemptions >= limits.max_per_request and self._is_droppable(victim)
+            ends = victim.urgent_preemptions >= limits.max_per_request and self._is_droppable(
+                victim
+            )
             if not ends and view.preemption_seconds(victim) > affordable:
-                self._unpaid = job
+                self._unpaid = asked
                 return None
             return None if victim in beside else view.freeable_blocks(victim)
 
-        level = self._entitled_level(job)
         longer_than = self._much_longer_than(job)
-        victims = choose_victims(
-            # Without an entitled level it takes a seat by its deadline.
-            self._seating.preempting_level(job.level if level is None else level),
-            need,
-            self._running,
-            limits,
-            limits.max_victims_per_step - len(beside),
-            freeable,
-            order=self._order_of_victims(view),
-            gives_way=self._gives_way(takes_seat, longer_than, borrowed),
-            among_equals=takes_seat or longer_than < math.inf,
-            droppable=self._is_droppable,
-        )
+
+        def choose(
+            need: Need, most: int, among: Callable[[Job], bool] = lambda victim: True
+        ) -> list[Job]:
+            return choose_victims(
+                # Without an entitled level it takes a seat by its deadline.
+                self._seating.preempting_level(job.level if level is None else level),
+                need,
+                self._running,
+                limits,
+                most,
+                lambda victim: freeable(victim) if among(victim) else None,
+                order=self._order_of_victims(view),
+                gives_way=self._gives_way(takes_seat, longer_than, borrowed),
+                among_equals=takes_seat or longer_than < math.inf,
+                droppable=self._is_droppable,
+            )
+
+        most = limits.max_victims_per_step - len(beside)
+        victims = self._smallest(groups, choose)[:most] if groups else choose(need, most)
         if victims:
             self._unpaid = None
         return victims
+
+    @staticmethod
+    @staticmethod
+    def _smallest(
+        groups: Sequence[Collection[Job]],
+        choose: Callable[[Need, int, Callable[[Job], bool]], list[Job]],
+    ) -> list[Job]:
+        """The smallest group all of whose jobs may be preempted."""
+        for group in sorted(groups, key=len):
+            if found := choose(Need(len(group), 0), len(group), group.__contains__):
+                return found
+        return []
 
     def _order_of_victims(self, view: AdmissionView) -> Callable[[Job], float] | None:
         """The order of victims of one level; None: by rank."""
@@ -323,7 +395,9 @@ class Eviction:
 
         def gives_way(victim: Job) -> bool:
             answering = takes_seat and victim.first_token is not None
-            if victim.preemptions < limit and (answering or remaining(victim) >= longer_than):
+            if victim.urgent_preemptions < limit and (
+                answering or remaining(victim) >= longer_than
+            ):
                 return True
             return borrowed is not None and borrowed(victim)
 

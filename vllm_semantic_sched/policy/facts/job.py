@@ -151,6 +151,7 @@ class Seat:
     held_since: float | None = None  # seconds; None while it is not held
     held_at: float | None = None  # the same in the virtual time of the running jobs
     held_for: Job | None = None  # the protected job
+    yielded: int = 0  # steps in a row that its prefill has sat out
     restoring: float | None = None  # since when, in seconds, it restores lost KV, if logged
 
 
@@ -172,6 +173,7 @@ class Job:
     swapped: int = 0  # tokens whose KV is on the host
     generated: int = 0  # output tokens so far
     preemptions: int = 0
+    urgent_preemptions: int = 0  # of these, for more urgent requests
     preemption_seconds: float = 0.0  # their planned cost
     generated_before: int = 0  # output tokens at the last preemption
     tenant: str = ""  # empty: unknown
