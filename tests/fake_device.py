@@ -7,16 +7,14 @@ from itertools import chain
 from typing import Any
 
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
-    MultiKVConnectorMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.engine.kv.connector import SemanticSwapConnector
+from vllm_semantic_sched.engine.vllm_api import all_kv_connectors
 from vllm_semantic_sched.lab.bench.standalone import BLOCK_SIZE
 
 
@@ -32,7 +30,8 @@ def swap_config(role: str = "kv_both", **extra) -> KVTransferConfig:
 
 class FakeDevice:
     """Executes steps in order: each token's KV stands for all tokens up to it. Copies are ordered
-    by the connector's own worker side. `load_steps`: steps that a copy beside steps takes."""
+    by the worker side of our connector, alone or in a MultiConnector, if the engine has it.
+    `load_steps`: steps that a copy beside steps takes."""
 
     def __init__(
         self, scheduler: SemanticScheduler, window: int | None = None, load_steps: int = 1
@@ -50,10 +49,13 @@ class FakeDevice:
         self.copying: list = []  # beside steps: key, copy, blocks, slots, step in which it ends
         self.saves = {"before": 0, "beside": 0}
         self.ended: set[str] = set()
-        self.worker = SemanticSwapConnector(
-            scheduler.vllm_config, KVConnectorRole.WORKER, scheduler.kv_cache_config
-        )
-        self.worker.backend = self
+        self.worker: KVConnectorBase_V1 | None = None
+        if any(isinstance(one, SemanticSwapConnector) for one in all_kv_connectors(scheduler)):
+            self.worker = type(scheduler.connector)(
+                scheduler.vllm_config, KVConnectorRole.WORKER, scheduler.kv_cache_config
+            )
+            for one in (self.worker, *getattr(self.worker, "sub_connectors", ())):
+                one.backend = self
 
     def add(self, *requests: Request) -> None:
         """Hand requests to the scheduler."""
@@ -84,12 +86,10 @@ class FakeDevice:
         self.tokens |= resumed
         worker = self.worker
         began = len(self.copying)
-        metadata = step.kv_connector_metadata
-        if isinstance(metadata, MultiKVConnectorMetadata):
-            metadata = metadata.metadata[0]  # ours is the first
-        worker.handle_preemptions(metadata)
-        worker.bind_connector_metadata(metadata)
-        worker.start_load_kv(None)
+        if worker is not None:
+            worker.handle_preemptions(step.kv_connector_metadata)
+            worker.bind_connector_metadata(step.kv_connector_metadata)
+            worker.start_load_kv(None)
         self.end_copies(began)
         sampled = {}
         for name in step.num_scheduled_tokens:
@@ -104,7 +104,8 @@ class FakeDevice:
             logprobs=None,
             prompt_logprobs_dict={},
             pooler_output=[],
-            kv_connector_output=KVConnectorOutput(
+            kv_connector_output=worker
+            and KVConnectorOutput(
                 finished_recving=worker.get_finished(set())[1],
                 kv_connector_worker_meta=worker.build_connector_worker_meta(),
             ),
