@@ -243,7 +243,9 @@ def test_shipped_shares_keeps_its_order_through_loads(
 # Requests whose last output is in flight
 
 
-@pytest.mark.parametrize("policy", ["", "weighted_levels: {factor: 4}\n"])
+@pytest.mark.parametrize(
+    "policy", ["", "weighted_levels: {factor: 4}\n"], ids=["default", "weighted"]
+)
 def test_victims_with_output_in_flight_come_before_less_urgent_ones(build, policy) -> None:
     """Asynchronously, vLLM cannot seat a victim again in the step that preempted it; the seat that
     is left over must not go to a level 4 for the length of its answer."""
