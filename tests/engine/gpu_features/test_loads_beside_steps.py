@@ -17,7 +17,8 @@ AT_ONCE = 3  # steps in which a request starts that has the right to a seat
 NO_LIMIT = "preemption: {max_per_request: 1000}\n"
 AGING = "aging: {enabled: true, interval: 2}\n"
 DEADLINES = (
-    "tiers: [{name: a}, {name: b, slo: {ttft: 2}}, {name: c}, {name: d}, {name: e}]\n"
+    "tiers: [{name: a}, {name: b, slo: {ttft: 2}}, {name: c, slo: {ttft: 2}}, {name: d},"
+    " {name: e}]\n"
     "deadlines: {enabled: true, before: 0.5}\n"
 )
 
@@ -199,7 +200,7 @@ def test_promotion_while_remote_kv_is_loaded(build, clock_of, policy) -> None:
     steps = EngineSteps(scheduler, RemoteDevice(scheduler, load_steps=30))
     steps.add("other", urgency=0, output_tokens=300)
     steps.run()
-    steps.add("cached", urgency=1, prompt_tokens=100, output_tokens=30)
+    steps.add("cached", urgency=2, prompt_tokens=100, output_tokens=30)
     for step in range(45):
         clock.now += 0.1
         if step == 5:
