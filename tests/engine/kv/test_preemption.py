@@ -3,20 +3,16 @@ function of the KV that a request's blocks hold, so wrong KV gives wrong answers
 
 import logging
 import random
-from collections import deque
-from itertools import chain
 from types import SimpleNamespace
 
 import pytest
 import torch
 from failures import MAY_FAIL, method_of
-from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from fake_device import FakeDevice, expected, swap_config
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
@@ -39,171 +35,6 @@ pytestmark = pytest.mark.engine
 
 BLOCKS = 40
 init_none_hash(sha256)
-
-
-def swap_config(**extra) -> KVTransferConfig:
-    return KVTransferConfig(
-        kv_connector="SemanticSwapConnector",
-        kv_connector_module_path="vllm_semantic_sched.engine.kv_swap",
-        kv_role="kv_both",
-        kv_connector_extra_config=extra,
-    )
-
-
-class FakeDevice:
-    """Executes steps in order: each token's KV stands for all tokens up to it. Copies are ordered
-    by the connector's own worker side."""
-
-    def __init__(self, scheduler: SemanticScheduler, window: int | None = None) -> None:
-        self.scheduler = scheduler
-        self.window = window
-        self.device = [[None] * BLOCK_SIZE for _ in range(BLOCKS)]
-        self.host: dict[int, list] = {}
-        self.queue: deque = deque()
-        self.copying: list = []  # beside steps: key, copy, blocks, slots
-        self.saves = {"before": 0, "beside": 0}
-        self.ended: set[str] = set()
-        self.worker = SemanticSwapConnector(
-            scheduler.vllm_config, KVConnectorRole.WORKER, scheduler.kv_cache_config
-        )
-        self.worker.backend = self
-
-    def schedule(self) -> None:
-        """Schedule a step; it is executed later, with what is known now."""
-        step = self.scheduler.schedule()
-        tables = {
-            name: self.scheduler.kv_cache_manager.get_block_ids(name)
-            for name in step.num_scheduled_tokens
-        }
-        starts = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
-        cached = step.scheduled_cached_reqs
-        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        # As vLLM sends them: output that was dropped is forgotten.
-        resumed = {name: list(self.requests[name].all_token_ids) for name in cached.resumed_req_ids}
-        self.queue.append((step, tables, starts, resumed))
-
-    def execute(self) -> None:
-        """Execute the oldest step and hand its output to the scheduler."""
-        step, tables, starts, resumed = self.queue.popleft()
-        self.tokens |= resumed
-        worker = self.worker
-        began = len(self.copying)
-        worker.handle_preemptions(step.kv_connector_metadata)
-        worker.bind_connector_metadata(step.kv_connector_metadata)
-        worker.start_load_kv(None)
-        self.end_copies(began)
-        sampled = {}
-        for name in step.num_scheduled_tokens:
-            sampled[name] = self.compute(
-                name, tables[name], starts[name], step.num_scheduled_tokens[name]
-            )
-        order = list(step.num_scheduled_tokens)
-        output = ModelRunnerOutput(
-            req_ids=order,
-            req_id_to_index={name: index for index, name in enumerate(order)},
-            sampled_token_ids=[sampled[name] for name in order],
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-            kv_connector_output=KVConnectorOutput(
-                finished_recving=worker.get_finished(set())[1],
-                kv_connector_worker_meta=worker.build_connector_worker_meta(),
-            ),
-        )
-        self.scheduler.update_from_output(step, output)
-
-    # The copy backend
-
-    def copy_to_host(self, device, host) -> None:
-        for block, slot in zip(device, chain(*host), strict=True):
-            self.host[slot] = list(self.device[block])
-
-    def copy_to_device(self, device, host) -> None:
-        for block, slot in zip(device, chain(*host), strict=True):
-            self.device[block] = list(self.host[slot])
-
-    def save(self, device, host, number=None) -> None:
-        self.saves["before" if number is None else "beside"] += 1
-        self.copy(number, self.copy_to_host, device, host)
-
-    def load(self, device, host, key=None) -> None:
-        self.copy(key, self.copy_to_device, device, host)
-
-    def copy(self, key, copy, device, host) -> None:
-        """At once, or with a key while the next step runs."""
-        if key is None:
-            self.end_copies(len(self.copying))  # copies are made in the order of their orders
-            copy(device, host)
-        else:
-            self.copying.append((key, copy, device, host))
-
-    def finished(self) -> set[str]:
-        return self.take_ended(str)
-
-    def saved(self) -> set[int]:
-        return self.take_ended(int)
-
-    def take_ended(self, kind: type) -> set:
-        ended = {key for key in self.ended if isinstance(key, kind)}
-        self.ended -= ended
-        return ended
-
-    def drain(self) -> tuple[set[str], set[int]]:
-        self.end_copies(len(self.copying))
-        return self.finished(), self.saved()
-
-    def end_copies(self, most: int) -> None:
-        for key, copy, device, host in self.copying[:most]:
-            copy(device, host)
-            self.ended.add(key)
-        del self.copying[:most]
-
-    def take_seconds(self) -> tuple[float, float]:
-        return 0.0, 0.0
-
-    def compute(self, name: str, tables: list[list[int]], start: int, count: int) -> list[int]:
-        """Write the KV of `count` tokens, and read what each group's layers look at."""
-        tokens = self.tokens[name]
-        seen = []
-        for table, window in zip(tables, (None, self.window), strict=False):
-            for position in range(start, start + count):
-                block, place = table[position // BLOCK_SIZE], position % BLOCK_SIZE
-                if block:  # else it is behind the window already
-                    self.device[block][place] = hash(tuple(tokens[: position + 1]))
-            first = max(0, len(tokens) - window) if window else 0
-            seen += [
-                self.device[table[position // BLOCK_SIZE]][position % BLOCK_SIZE]
-                for position in range(first, min(len(tokens), start + count))
-            ]
-        if start + count < len(tokens):
-            return []
-        tokens.append(hash(tuple(seen)) % 900 + 1)
-        return [tokens[-1]]
-
-    def answer(self, requests: list[Request], steps_ahead: int, before_step, late: int = 0) -> dict:
-        """Serve the requests, the last `late` of which arrive in the fourth step."""
-        self.requests = {request.request_id: request for request in requests}
-        self.tokens = {name: list(r.prompt_token_ids) for name, r in self.requests.items()}
-        first = len(requests) - late
-        for request in requests[:first]:
-            self.scheduler.add_request(request)
-        for step in range(20_000):
-            if step == 3:
-                for request in requests[first:]:
-                    self.scheduler.add_request(request)
-            if step > 3 and not self.scheduler.get_num_unfinished_requests():
-                break
-            before_step(step)
-            self.schedule()
-            if len(self.queue) > steps_ahead:
-                self.execute()
-        else:
-            raise AssertionError("no progress")
-        while self.queue or self.copying:
-            if not self.queue:
-                self.schedule()
-            self.execute()
-        return {name: list(r.output_token_ids) for name, r in self.requests.items()}
 
 
 def make_requests(
@@ -231,16 +62,6 @@ def make_requests(
         )
         for index in range(count)
     ]
-
-
-def expected(request: Request, window: int | None = None) -> list[int]:
-    """The answer on a device that keeps all KV."""
-    tokens = list(request.prompt_token_ids)
-    for _ in range(request.max_tokens):
-        seen = [hash(tuple(tokens[: position + 1])) for position in range(len(tokens))]
-        seen += seen[max(0, len(tokens) - window) :] if window else []
-        tokens.append(hash(tuple(seen)) % 900 + 1)
-    return tokens[request.num_prompt_tokens :]
 
 
 @pytest.fixture

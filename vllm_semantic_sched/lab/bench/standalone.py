@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from vllm import config
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -49,11 +50,15 @@ def build_scheduler(
     async_scheduling: bool = False,
     prefix_caching: bool = False,
     kv_transfer_config: config.KVTransferConfig | None = None,
+    lora_config: config.LoRAConfig | None = None,
+    layers: Sequence[KVCacheGroupSpec] | None = None,
     more_layers: Sequence[KVCacheGroupSpec] = (),
+    encoder_cache: int = 0,
     **scheduler_options: Any,
 ) -> Scheduler:
     """Build a scheduler as vLLM's engine core does, with `semantic_sched` in `--additional-config`;
-    `more_layers` are beside those of full attention."""
+    `more_layers` are beside `layers`, by default one of full attention; `encoder_cache` is the
+    tokens of images that it holds, and as many may be encoded in a step."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_MODEL))
         model_config = config.ModelConfig(model=folder, dtype="float32", skip_tokenizer_init=True)
@@ -74,17 +79,25 @@ def build_scheduler(
         # Without an engine there is no device to derive a profile for.
         additional_config={"semantic_sched": {"profile": "default"} | (semantic_sched or {})},
         kv_transfer_config=kv_transfer_config,
+        lora_config=lora_config,
     )
     # Set late: vLLM turns it off on a CPU.
     vllm_config.scheduler_config.async_scheduling = async_scheduling
-    groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**KV_SHAPE)), *more_layers]
-    return scheduler_class(
+    if layers is None:
+        layers = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**KV_SHAPE))]
+    groups = [*layers, *more_layers]
+    scheduler = scheduler_class(
         vllm_config=vllm_config,
         kv_cache_config=KVCacheConfig(num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
         structured_output_manager=StructuredOutputManager(vllm_config),
         block_size=BLOCK_SIZE,
         log_stats=True,
     )
+    if encoder_cache:  # as for a model that reads images, which this one does not
+        scheduler.max_num_encoder_input_tokens = encoder_cache
+        scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=encoder_cache)
+        scheduler.scheduler_config.disable_chunked_mm_input = False
+    return scheduler
 
 
 def make_request(

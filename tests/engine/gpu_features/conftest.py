@@ -1,0 +1,88 @@
+"""Schedulers for requests that use features of GPU servers, without a model."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+from fake_device import swap_config
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_semantic_sched import SemanticScheduler
+from vllm_semantic_sched.engine.kv.ledger import HostPool
+from vllm_semantic_sched.lab.bench.standalone import build_scheduler
+from vllm_semantic_sched.policy.facts.files import read_config
+
+# Steps take no time here, so the profile is better left as it is.
+HINTS_ONLY = "predictor: {enabled: false}\ncorrect_profile: false\n"
+
+
+@pytest.fixture
+def build(tmp_path) -> Callable[..., SemanticScheduler]:
+    """Builds our scheduler under a policy of such text; `host_blocks`: size of the host pool."""
+
+    def build(
+        text: str = "", hints_only: bool = True, host_blocks: int = 0, **options: Any
+    ) -> SemanticScheduler:
+        path = tmp_path / "policy.yaml"
+        path.write_text((HINTS_ONLY if hints_only else "correct_profile: false\n") + text)
+        scheduler = build_scheduler(
+            SemanticScheduler, semantic_sched={"policy": str(path)}, **options
+        )
+        assert isinstance(scheduler, SemanticScheduler)
+        if scheduler.preemptions.connector is not None:
+            scheduler.preemptions.connector.ledger.pool = HostPool(host_blocks)
+        return scheduler
+
+    return build
+
+
+@pytest.fixture
+def build_swapping(build) -> Callable[..., SemanticScheduler]:
+    """Builds our scheduler with the swap connector; by default all loads run beside steps."""
+
+    def build_swapping(text: str = "", max_stall: float = 0.0, **options: Any) -> SemanticScheduler:
+        text += f"retention: {{mode: swap, max_stall: {max_stall}}}\n"
+        return build(text, **{"kv_transfer_config": swap_config(), "host_blocks": 200} | options)
+
+    return build_swapping
+
+
+@pytest.fixture
+def build_stock() -> Callable[..., Scheduler]:
+    """Builds vLLM's own scheduler: first come, first served unless `policy="priority"`."""
+
+    def build_stock(**options: Any) -> Scheduler:
+        asynchronous = options.get("async_scheduling", False)
+        return build_scheduler(AsyncScheduler if asynchronous else Scheduler, **options)
+
+    return build_stock
+
+
+@pytest.fixture
+def shipped() -> Callable[..., str]:
+    """Text of a shipped policy without predictor, corrections of the profile and some sections."""
+
+    def shipped(name: str, *without: str, **changes: Any) -> str:
+        keys, _ = read_config(name, kind="policy")
+        keys = {key: value for key, value in keys.items() if key not in without} | changes
+        keys |= {"predictor": keys.get("predictor", {}) | {"enabled": False}}
+        return yaml.safe_dump(keys | {"correct_profile": False})
+
+    return shipped
+
+
+class Clock:
+    """Seconds that pass only as a test says."""
+
+    def __init__(self, scheduler: SemanticScheduler) -> None:
+        self.now = 100.0
+        scheduler.clock.seconds = lambda: self.now
+        scheduler.clock._paused = 0.0
+
+
+@pytest.fixture
+def clock_of() -> Callable[[SemanticScheduler], Clock]:
+    """Takes a scheduler's clock from it."""
+    return Clock

@@ -1,0 +1,168 @@
+"""Seats, tokens and KV that limits of vLLM's or ours leave to a request."""
+
+import pytest
+from engine_steps import EngineSteps, awaiting_grammar
+from fake_device import FakeDevice
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from vllm_semantic_sched.engine.kv.connector import host_slots
+
+pytestmark = pytest.mark.engine
+
+AT_ONCE = 3
+RESERVED_SEAT = (
+    "base: priority\nlevels: 3\ntiers: [{name: a, reserve: {seats: 1}}, {name: b}, {name: c}]\n"
+)
+
+
+# Seats
+
+
+def test_seats_are_those_that_vllm_admits_to(build) -> None:
+    """`--max-num-active-seqs` 2 of 8, one of them reserved for level 0."""
+    scheduler = build(RESERVED_SEAT, max_num_seqs=8, max_num_active_seqs=2)
+    steps = EngineSteps(scheduler)
+    steps.add(*"pqrs", urgency=2, output_tokens=50)
+    assert len(steps.run()) == 1
+    steps.add("urgent", urgency=0, output_tokens=5)
+    assert "urgent" in steps.run()
+    assert scheduler.counters.total("preemptions") == 0
+
+
+# Models without KV cache: embeddings, reranking
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param("", id="default"), pytest.param("kv_peak: {enabled: true}\n", id="kv_peak")],
+)
+def test_model_without_kv_cache_has_no_kv_limit(build, build_stock, clock_of, policy) -> None:
+    options = {"max_num_seqs": 8, "num_blocks": 1, "layers": []}
+    ours, stock = EngineSteps(build(policy, **options)), EngineSteps(build_stock(**options))
+    clock = clock_of(ours.scheduler)
+    for steps in (ours, stock):
+        steps.add(*"abcdef", urgency=4, output_tokens=5)
+        for _ in range(3):
+            clock.now += 1.0
+            steps.run()
+    assert [len(tokens) for tokens in ours.scheduled] == [len(tokens) for tokens in stock.scheduled]
+    assert ours.scheduler.core.overload.load.pressure.level.name == "NONE"
+    ours.finish(20)
+
+
+def test_model_without_kv_cache_needs_no_host_pool() -> None:
+    assert host_slots(KVCacheConfig(1, kv_cache_tensors=[], kv_cache_groups=[]), 4.0) == 0
+
+
+# Tokens of decodes beside loads
+
+
+def decode_beside_loads(build_swapping, stage: str, loads: int) -> EngineSteps:
+    """A level 0 decodes while victims come back by loads of ten steps."""
+    scheduler = build_swapping(
+        f"stage: {{mode: {stage}}}\npreemption: {{max_per_request: 1000}}\n",
+        max_num_seqs=8,
+        num_blocks=200,
+        max_num_batched_tokens=100,
+    )
+    steps = EngineSteps(scheduler, FakeDevice(scheduler, load_steps=10))
+    names = [f"low{number}" for number in range(loads)]
+    steps.add(*names, urgency=4, prompt_tokens=60, output_tokens=60)
+    steps.run(4)
+    for request in list(scheduler.running):
+        scheduler.preemptions.evict(request, "urgent")
+    steps.run(2)
+    assert len(scheduler.kv_holding_waiting) == loads
+    steps.add("urgent", urgency=0, output_tokens=60)
+    steps.run()
+    return steps
+
+
+@pytest.mark.parametrize("loads", [1, 2, 3])
+def test_gate_leaves_the_decode_its_token_beside_loads(build_swapping, loads) -> None:
+    steps = decode_beside_loads(build_swapping, "gate", loads)
+    for _ in range(8):
+        assert "urgent" in steps.run()
+    steps.finish()
+
+
+@pytest.mark.parametrize("loads", [1, 2, 3])
+def test_loads_are_not_taken_for_prefills(build_swapping, loads) -> None:
+    steps = decode_beside_loads(build_swapping, "off", loads)
+    for _ in range(5):
+        assert steps.scheduler.view.decode_tokens() == 1
+        steps.run()
+
+
+# Requests larger than what a limit of ours leaves to them
+
+
+@pytest.mark.parametrize(
+    ("name", "tenant"),
+    [("reserved", None), ("fairness", "t"), ("fairness", None), ("throughput", None)],
+)
+def test_request_larger_than_its_limit_starts_in_an_idle_engine(
+    build, shipped, clock_of, name, tenant
+) -> None:
+    """It needs 82 of 100 blocks."""
+    scheduler = build(shipped(name), hints_only=False, max_num_seqs=8, num_blocks=101)
+    clock, steps = clock_of(scheduler), EngineSteps(scheduler)
+    steps.add("large", urgency=2, tenant=tenant, prompt_tokens=1300)
+    steps.add(*(f"b{number}" for number in range(5)), urgency=2, tenant=tenant, output_tokens=10)
+    last = scheduler.core.policy.levels - 1
+    steps.add(*(f"c{number}" for number in range(5)), urgency=last, tenant=tenant, output_tokens=10)
+    while scheduler.requests and steps.count < 1500:
+        clock.now += 0.1
+        steps.run()
+    assert not scheduler.requests
+    assert scheduler.counters.total("policy_errors") == 0
+
+
+@pytest.mark.parametrize("prompt_tokens", [1000, 1300])
+def test_request_larger_than_its_limit_comes_before_less_urgent_ones(
+    build, shipped, clock_of, prompt_tokens
+) -> None:
+    """A stream of level 3 has answers of at most 32 tokens; vLLM seats the level 2 in 9 steps."""
+    scheduler = build(shipped("reserved"), hints_only=False, max_num_seqs=8, num_blocks=101)
+    clock, steps = clock_of(scheduler), EngineSteps(scheduler)
+    count = 0
+    for step in range(100):
+        clock.now += 0.02
+        for _ in range(4 - sum(name.startswith("low") for name in scheduler.requests)):
+            tokens = 20 + 7 * count % 13
+            steps.add(f"low{count}", urgency=3, prompt_tokens=40, output_tokens=tokens)
+            count += 1
+        if step == 10:
+            steps.add("large", urgency=2, prompt_tokens=prompt_tokens, output_tokens=10)
+        steps.run()
+    assert steps.first.get("large", 1000) <= 10 + 35
+
+
+# Preemptions that a request is protected from
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_resets_of_the_cache_protect_nobody_from_urgent_requests(build, asynchronous) -> None:
+    """`preemption.max_per_request` counts preemptions for more urgent requests. Weights are updated
+    three times with requests running."""
+    scheduler = build(max_num_seqs=2, async_scheduling=asynchronous)
+    steps = EngineSteps(scheduler)
+    steps.add("a", "b", urgency=4, output_tokens=500)
+    steps.run(2)
+    for _ in range(3):
+        scheduler.reset_prefix_cache(reset_running_requests=True)
+        steps.run(3)
+    steps.add("urgent", urgency=0, output_tokens=5)
+    assert steps.until_scheduled("urgent", 100) in range(AT_ONCE + 1)
+
+
+def test_nobody_is_preempted_for_a_grammar_that_failed(build) -> None:
+    scheduler = build(max_num_seqs=1)
+    steps = EngineSteps(scheduler)
+    steps.add("running", urgency=4, prompt_tokens=500, output_tokens=50)
+    steps.run()
+    failed = awaiting_grammar("failed", ValueError("no such rule"), urgency=0)
+    steps.add_requests(failed)
+    steps.run(5)
+    assert scheduler.counters.total("preemptions") == 0
+    steps.finish(60)
