@@ -1,6 +1,6 @@
 """Runs the simulated engine with given requests."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from vllm_semantic_sched.policy.config import parse_policy
@@ -28,18 +28,25 @@ def hold_by(engine: Engine, choose: Choose, before: str | None = None) -> None:
     step = engine.step
     guarded = step._guarded
     hold = engine.hold
-    chosen: list[Job] = []
-    # What the step itself holds later comes on top.
-    engine.hold = lambda jobs: hold([*chosen, *jobs])  # type: ignore[method-assign]
+    chosen: list[Job] = []  # by the fake policy in this step
+    ordered: list[Job] = []  # by the step itself
+
+    def hold_all(jobs: Collection[Job]) -> None:
+        ordered[:] = jobs
+        hold([*chosen, *ordered])
+
+    engine.hold = hold_all  # type: ignore[method-assign]
 
     def with_part(doing: str, part: Any, *args: Any) -> Any:
         name = part.__name__
+        if name == "tick":
+            chosen.clear(), ordered.clear()
         result = guarded(doing, part, *args) if name != before else None
         if name == before or (before is None and name == "_limit_prefills"):
             jobs = choose(engine)
-            chosen[:] = jobs or ()
             if jobs is not None:
-                engine.hold(())
+                chosen[:] = jobs
+                hold([*chosen, *ordered])
         return guarded(doing, part, *args) if name == before else result
 
     step._guarded = with_part  # type: ignore[method-assign]

@@ -34,10 +34,10 @@ class Watch:
         if busy:
             self._worked += now - before
         self._last = (now, True)
-        held = engine.held
+        decoding = [job for job in engine.running if job not in engine.prefilling()]
+        held = [job for job in decoding if job in engine.held]
         if not held:
             return
-        decoding = [job for job in engine.running if job not in engine.prefilling()]
         going = [job for job in decoding if job not in held]
         full, short = (
             engine.core.profile.step_decode(

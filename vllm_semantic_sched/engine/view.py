@@ -45,6 +45,7 @@ class VllmView:
     _claims: list[float] = field(default_factory=list, init=False)  # levels of `keep_seats_for`
     _claimed: set[str] = field(default_factory=set, init=False)  # the requests of these levels
     _first: Job | None = field(default=None, init=False)  # see `admit_first`
+    _adapters: set[int] | None = field(default=None, init=False)  # in use when the step began
 
     def __post_init__(self) -> None:
         self._limits = vllm_api.StepLimits(self.scheduler)
@@ -209,6 +210,8 @@ class VllmView:
         """Whether the head of a waiting queue may have a seat in this step. `popped`: what vLLM has
         taken out of the queue last."""
         loads = popped is not None and vllm_api.is_loading(popped)
+        if not loads and not self._claims and self._first is None:
+            return True
         if popped is not None and loads and popped.request_id not in self._claimed:
             # Its KV began to load in this step: vLLM gave it blocks, but not the seat yet.
             self._claimed.add(popped.request_id)
@@ -219,8 +222,22 @@ class VllmView:
         claims = sum(claim < level for claim in self._claims)
         return not claims or vllm_api.free_seats(self.scheduler) > claims
 
+    def may_resume(self, job: Job, popped: Request | None) -> bool:
+        """The same for the queue of those that hold KV. Loads under way and idle sessions keep vLLM
+        from looking at each of them in every step."""
+        return vllm_api.loaded(self.scheduler) > 0 and self.may_take_seat(job, popped)
+
+    def is_skipped(self, request: Request) -> bool:
+        """Whether vLLM cannot admit a waiting request in this step, whatever is free."""
+        if not vllm_api.is_ready(self.scheduler, request):
+            return True
+        if self._adapters is None:
+            self._adapters = vllm_api.adapters_in_use(self.scheduler)
+        return vllm_api.lacks_adapter(self.scheduler, request, self._adapters)
+
     def restore_limits(self) -> None:
         self._held_decodes = 0
+        self._adapters = None
         self._claims, self._claimed, self._first = [], set(), None
         if self._limited:
             self._limits.restore()
@@ -233,8 +250,11 @@ class VllmView:
         scheduler, core = self.scheduler, self.core
         before = [*scheduler.waiting], [*scheduler.kv_holding_waiting]
         queues = [
-            SemanticRequestQueue(core, self.jobs, queue, self.guard, self.may_take_seat)
-            for queue in (core.waiting, core.with_kv)
+            SemanticRequestQueue(core, self.jobs, queue, self.guard, gate, self.is_skipped)
+            for queue, gate in (
+                (core.waiting, self.may_take_seat),
+                (core.with_kv, self.may_resume),
+            )
         ]
         # The tail of self.running, where vLLM takes its victims, is the least urgent request.
         vllm_api.replace_queues(scheduler, *queues)

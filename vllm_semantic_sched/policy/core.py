@@ -228,6 +228,18 @@ class SchedulingCore:
         if not aside:
             self.seating.wait(job)
 
+    def skip(self, job: Job, queue: WaitingQueue) -> Rank | None:
+        """Take out a job that the engine cannot admit in this step, for `put_back`: without the
+        accounts of one that starts. Returns its rank; None, with no effect, for a buffered one."""
+        rank = queue.lift(job)
+        if rank is not None:
+            self._skip(job, lasting=queue is not self.waiting)
+        return rank
+
+    def put_back(self, job: Job, rank: Rank, queue: WaitingQueue) -> None:
+        """Return a job that was skipped."""
+        queue.add(job, rank)
+
     def take(self, job: Job, queue: WaitingQueue) -> None:
         """Take out the job that `queue.peek` returned. It starts or returns in the same step."""
         self.version += 1

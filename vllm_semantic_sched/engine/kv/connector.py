@@ -33,6 +33,8 @@ def host_slots(config: vllm_api.KVCacheConfig, host_gib: float) -> int:
         layer_by_layer = tensor.layer_stride >= tensor.block_stride * config.num_blocks
         size = tensor.block_stride * (len(tensor.layers) if layer_by_layer else 1)
         row_bytes[tensor.offset] = max(size, row_bytes.get(tensor.offset, 0))
+    if not config.kv_cache_groups:
+        return 0
     return int(host_gib * 2**30) // max(1, sum(row_bytes.values()))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from vllm_semantic_sched.engine.guard import Guard
 from vllm_semantic_sched.engine.vllm_api import Request, RequestQueue
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.job import Job, Rank
 from vllm_semantic_sched.policy.order.waiting import WaitingQueue
 
 
@@ -25,6 +25,7 @@ class SemanticRequestQueue(RequestQueue):
         queue: WaitingQueue,
         guard: Guard,
         may_take_seat: Callable[[Job, Request | None], bool] = lambda job, popped: True,
+        is_skipped: Callable[[Request], bool] = lambda request: False,
     ) -> None:
         self._core = core
         self._jobs = jobs
@@ -32,6 +33,8 @@ class SemanticRequestQueue(RequestQueue):
         self._guard = guard
         self._members: OrderedDict[str, Request] = OrderedDict()
         self._may_take_seat = may_take_seat
+        self._is_skipped = is_skipped  # whether vLLM will put a request back in this step
+        self._lifted: dict[str, tuple[Job, Rank]] = {}  # such requests
         self._ordered = True
         self._peeked: Request | None = None
         self._popped: Request | None = None  # the last one that vLLM took out
@@ -42,6 +45,7 @@ class SemanticRequestQueue(RequestQueue):
                 for job in list(self._queue):
                     self._queue.remove(job)
                 self._ordered = True
+        self._peeked = None
         self._members[request.request_id] = request
         if self._ordered:
             try:
@@ -53,17 +57,23 @@ class SemanticRequestQueue(RequestQueue):
         self.prepend_requests((request,))
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
+        self._peeked = None
         for request in requests:
-            self._members[request.request_id] = request
-            self._members.move_to_end(request.request_id, last=False)
+            name = request.request_id
+            self._members[name] = request
+            self._members.move_to_end(name, last=False)
             if self._ordered:
                 try:
-                    self._core.requeue(self._jobs[request.request_id], self._queue)
+                    if (lifted := self._lifted.pop(name, None)) is not None:
+                        self._core.put_back(*lifted, self._queue)
+                    else:
+                        self._core.requeue(self._jobs[name], self._queue)
                 except Exception:
                     self._fall_back("queueing a request again")
 
     def peek_request(self) -> Request:
-        self._peeked = self._head()
+        if self._peeked is None:  # else it was found a moment ago, when vLLM asked for the truth
+            self._peeked = self._head()
         if self._peeked is None:
             raise IndexError("peek from an empty queue")
         return self._peeked
@@ -71,9 +81,28 @@ class SemanticRequestQueue(RequestQueue):
     def pop_request(self) -> Request:
         request = self._peeked or self._head()
         assert request is not None, "pop from an empty queue"
-        self.remove_request(request, seated=True)
+        if not self._lift(request):
+            self.remove_request(request, seated=True)
         self._popped = request
         return request
+
+    def _lift(self, request: Request) -> bool:
+        """Take out a request that vLLM is about to put back; False if it may start."""
+        name = request.request_id
+        if not self._ordered or not self._is_skipped(request):
+            return False
+        try:
+            job = self._jobs[name]
+            rank = self._core.skip(job, self._queue)
+        except Exception:
+            self._fall_back("skipping a request")
+            return False
+        if rank is None:
+            return False
+        self._peeked = None
+        del self._members[name]
+        self._lifted[name] = job, rank
+        return True
 
     def remove_request(self, request: Request, seated: bool = False) -> None:
         self._peeked = None
@@ -98,12 +127,14 @@ class SemanticRequestQueue(RequestQueue):
     def __bool__(self) -> bool:
         """Whether a request may be seated now. vLLM checks this before it looks at the head, so
         it admits only requests that reservations let through."""
-        head = self._head() if self._members else None
+        self._peeked = head = self._head() if self._members else None
         if head is None or not self._ordered:
             return head is not None
-        with self._guard("keeping seats"):
+        try:  # not `with`: vLLM asks for every request that it skips
             return self._may_take_seat(self._jobs[head.request_id], self._popped)
-        return True
+        except Exception:
+            self._guard.failed("keeping seats")
+            return True
 
     def __len__(self) -> int:
         return len(self._members)
@@ -120,8 +151,10 @@ class SemanticRequestQueue(RequestQueue):
         if self._members and self._ordered:
             try:
                 job = self._queue.peek()
+                if job is not None:
+                    return self._members[job.request_id]
                 assert len(self._queue) == len(self._members), "the core lost a request"
-                return None if job is None else self._members[job.request_id]
+                return None
             except Exception:
                 self._fall_back("choosing the next request")
         return next(iter(self._members.values()), None)

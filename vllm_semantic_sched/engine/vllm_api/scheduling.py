@@ -250,16 +250,28 @@ def obstacles(scheduler: Scheduler, request: Request) -> Sequence[Collection[Req
 
 def _adapter_holders(scheduler: Scheduler, request: Request) -> Sequence[Collection[Request]]:
     """The running requests of each adapter, if all slots are taken and none has the request's."""
-    config, wanted = scheduler.lora_config, request.lora_request
-    if not config or not wanted:
+    if not request.lora_request or not scheduler.lora_config:
         return ()
     users: dict[int, list[Request]] = {}
     for running in scheduler.running:
         if running.lora_request:
             users.setdefault(running.lora_request.lora_int_id, []).append(running)
-    if wanted.lora_int_id in users or len(users) < config.max_loras:
-        return ()
-    return list(users.values())
+    return list(users.values()) if lacks_adapter(scheduler, request, users.keys()) else ()
+
+
+def adapters_in_use(scheduler: Scheduler) -> set[int]:
+    """The LoRA adapters of the running requests."""
+    if not scheduler.lora_config:
+        return set()
+    return {one.lora_request.lora_int_id for one in scheduler.running if one.lora_request}
+
+
+def lacks_adapter(scheduler: Scheduler, request: Request, in_use: Collection[int]) -> bool:
+    """Whether a waiting request needs an adapter beside those in use, and there is no slot left."""
+    config, wanted = scheduler.lora_config, request.lora_request
+    if not config or not wanted:
+        return False
+    return wanted.lora_int_id not in in_use and len(in_use) >= config.max_loras
 
 
 def _encoder_holders(scheduler: Scheduler, request: Request) -> Sequence[Collection[Request]]:

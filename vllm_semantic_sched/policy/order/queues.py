@@ -53,8 +53,14 @@ class QueueRules:
 
     def admits(self, job: Job) -> bool:
         """Whether a job may have a seat now; a level whose first job may not is skipped."""
-        return (not self.tenant_caps.limits or self.tenant_caps.admits(job)) and (
-            not self.reservation.has_hard or self.reservation.admits(job.level, job.tokens + AHEAD)
+        return (
+            not self.tenant_caps.limits or self.tenant_caps.admits(job)
+        ) and self.reserves_admit(job)
+
+    def reserves_admit(self, job: Job) -> bool:
+        """Whether hard reservations leave a job what it needs."""
+        return not self.reservation.has_hard or self.reservation.admits(
+            job.level, job.tokens + AHEAD
         )
 
     @property
@@ -90,6 +96,14 @@ class TenantQueue:
     def remove(self, job: Job) -> None:
         if self.buffer.pop(job, self) is self:
             self._heap.discard(job)
+
+    def lift(self, job: Job) -> Rank | None:
+        """Remove a job and return its rank, for `push`; None, with no effect, if it is buffered."""
+        if job in self.buffer:
+            return None
+        rank: Rank = self._heap.key(job)
+        self._heap.discard(job)
+        return rank
 
     def peek(self) -> tuple[Rank, Job] | None:
         """The best job of heap and buffer with its rank, or None."""
@@ -149,6 +163,13 @@ class LevelQueue:
         if not len(queue):
             del self._queues[tenant]
             self.counters.leave(tenant)
+
+    def lift(self, job: Job) -> Rank | None:
+        """See `TenantQueue.lift`; the tenant keeps its turn."""
+        rank = self._queues[self.tenant_of(job)].lift(job)
+        if rank is not None:
+            self.overdue.discard(job)
+        return rank
 
     def peek(self) -> tuple[Rank, Job] | None:
         """The next job and its rank, or None; tenants that may not go are skipped."""

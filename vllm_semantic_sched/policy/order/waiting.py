@@ -82,6 +82,15 @@ class WaitingQueue:
         self.queues[place].remove(job)
         return True
 
+    def lift(self, job: Job) -> Rank | None:
+        """Remove a job that returns within the same step, with `add`; its rank for that. None, with
+        no effect, if it is buffered."""
+        rank = self.queues[self._places[job]].lift(job)
+        if rank is not None:
+            del self._places[job]
+            self._next = None
+        return rank
+
     def changed(self) -> None:
         """Forget the cached choice, because offsets or limits may have changed."""
         self._next = None
@@ -128,7 +137,8 @@ class WaitingQueue:
                 limited = ((at, tenant) for at, queue in levels for tenant in queue.limited())
                 self.waits.limit(limited)
             # While the next job does not fit, none starts, or small ones would pass it for ever.
-            fits = job is not None and self._rules.kv_peak.admits(job)
+            peak = self._rules.kv_peak
+            fits = job is not None and (not peak.knobs.enabled or peak.admits(job))
             self._next = (job, overtakes) if fits else (None, False)
         return self._next
 
@@ -136,11 +146,7 @@ class WaitingQueue:
         if not self._places:
             return None, False
         admits = self._rules.admits
-        heads = [
-            head
-            for queue in self.queues.values()
-            if (head := queue.peek()) is not None and admits(head[1])
-        ]
+        heads = self._heads()
         first = self._best(heads)
         if not self._rules.overtaking.allowed:
             return first, False
@@ -153,7 +159,25 @@ class WaitingQueue:
         overtakes = aged is not None and aged is not first
         return (aged if overtakes else first), overtakes
 
+    def _heads(self) -> list[tuple[Rank, Job]]:
+        """The first job of each level, as far as limits allow. What a hard reservation leaves is
+        for the most urgent: behind a job for which it is not enough nobody less urgent starts."""
+        rules, heads = self._rules, []
+        if not rules.has_limits:
+            return [head for queue in self.queues.values() if (head := queue.peek()) is not None]
+        for level in sorted(self.queues):
+            head = self.queues[level].peek()
+            if head is None:
+                continue
+            if rules.admits(head[1]):
+                heads.append(head)
+            elif not rules.reserves_admit(head[1]):
+                break
+        return heads
+
     def _best(self, heads: list[tuple[Rank, Job]], aged: bool = False) -> Job | None:
+        if len(heads) == 1:
+            return heads[0][1]
         # Keys differ in the sequence number, so that jobs are not compared.
         return min([(self._key(rank, job, aged), job) for rank, job in heads])[1] if heads else None
 

@@ -1,6 +1,7 @@
 """Load of the engine: predicted work, throughput, pressure, kept promises and shed tiers."""
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -142,7 +143,9 @@ class LoadMonitor:
         self._holdings = holdings
         self.account = QueueAccount(policy.levels)
         self._seats = max(1, capacity.seats)
-        self._kv_tokens = max(1, (capacity.blocks or 0) * capacity.block_size)
+        # Without a limit of blocks, KV is never short.
+        blocks = math.inf if capacity.blocks is None else capacity.blocks
+        self._kv_tokens = max(1, blocks * capacity.block_size)
         self._finished_tokens = self._busy_seconds = 0.0  # recent ones count more
         self._kv_use = 0.0
         self._stepped: float | None = None
