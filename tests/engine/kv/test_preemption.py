@@ -24,6 +24,7 @@ from vllm_semantic_sched.engine.guard import guarded
 from vllm_semantic_sched.engine.kv import connector
 from vllm_semantic_sched.engine.kv.connector import FailedProof, SemanticSwapConnector
 from vllm_semantic_sched.engine.kv.ledger import HostPool
+from vllm_semantic_sched.engine.startup.settings import SWAP_CONNECTOR
 from vllm_semantic_sched.engine.vllm_api import freeable_blocks
 from vllm_semantic_sched.lab.bench.standalone import (
     BLOCK_SIZE,
@@ -45,7 +46,7 @@ def swap_config(**extra) -> KVTransferConfig:
     return KVTransferConfig(
         kv_connector="SemanticSwapConnector",
         kv_connector_module_path="vllm_semantic_sched.engine.kv_swap",
-        kv_role="kv_both",
+        kv_role="kv_producer",
         kv_connector_extra_config=extra,
     )
 
@@ -612,3 +613,27 @@ def test_request_not_worth_another_preemption_is_ended(tmp_path) -> None:
     assert 1 <= total("preemptions", ("recompute", "urgent")) < 8
     run_step(scheduler)
     assert not scheduler.requests and total("policy_errors") == 0
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("unsupported", [None, "speculative decoding is on"])
+def test_urgent_request_preempts_at_once_beside_a_step_in_flight(
+    build, monkeypatch, inside, unsupported
+) -> None:
+    """vLLM must not delay freeing blocks for our connector, alone or among several, in use or
+    not."""
+    if unsupported is not None:
+        monkeypatch.setattr(connector, "why_unsupported", lambda *args: unsupported)
+    swap = KVTransferConfig(**SWAP_CONNECTOR)
+    if inside:
+        swap = KVTransferConfig(
+            kv_connector="MultiConnector",
+            kv_role="kv_producer",
+            kv_connector_extra_config={"connectors": [SWAP_CONNECTOR]},
+        )
+    scheduler = build(async_scheduling=True, kv_transfer_config=swap)
+    for index in range(6):
+        scheduler.add_request(make_request(f"calm{index}", prompt_tokens=9, urgency=4))
+    scheduler.schedule()
+    scheduler.add_request(make_request("urgent", urgency=0, output_tokens=3))
+    assert "urgent" in scheduler.schedule().num_scheduled_tokens
