@@ -36,16 +36,24 @@ def host_slots(config: vllm_api.KVCacheConfig, host_gib: float) -> int:
     return int(host_gib * 2**30) // max(1, sum(row_bytes.values()))
 
 
-def why_unsupported(vllm_config: vllm_api.VllmConfig, config: vllm_api.KVCacheConfig) -> str | None:
-    """The reason why this engine's KV cannot be swapped; None if it can."""
-    parallel, groups = vllm_config.parallel_config, config.kv_cache_groups
-    specs = [spec for group in groups for spec in vllm_api.iter_layer_specs(group.kv_cache_spec)]
+def why_config_unsupported(vllm_config: vllm_api.VllmConfig) -> str | None:
+    """The part of `why_unsupported` that is known before the model is loaded."""
+    parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         return "pipeline parallelism is on"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism is on"
     if vllm_config.speculative_config is not None:
         return "speculative decoding is on"
+    return None
+
+
+def why_unsupported(vllm_config: vllm_api.VllmConfig, config: vllm_api.KVCacheConfig) -> str | None:
+    """The reason why this engine's KV cannot be swapped; None if it can."""
+    groups = config.kv_cache_groups
+    specs = [spec for group in groups for spec in vllm_api.iter_layer_specs(group.kv_cache_spec)]
+    if (reason := why_config_unsupported(vllm_config)) is not None:
+        return reason
     if config.needs_kv_cache_zeroing:
         return "the model's KV blocks are zeroed before use (Mamba layers, mixed precision)"
     if not all(isinstance(spec, vllm_api.AttentionSpec) for spec in specs):

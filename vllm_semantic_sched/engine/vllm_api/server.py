@@ -1,6 +1,8 @@
 """vLLM's servers: their authentication, engines, device and model."""
 
+import argparse
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -90,3 +92,40 @@ def describe_model(config: VllmConfig) -> tuple[int, dict[str, Any]]:
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
         "quantization": model.quantization,
     }
+
+
+def serve_arguments(options: Sequence[str]) -> argparse.Namespace:
+    """The options of `vllm serve`, the model first, as vLLM parses them. Raises ValueError or
+    SystemExit if they are wrong."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()  # type: ignore[no-untyped-call]
+    ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    arguments: argparse.Namespace = parser.parse_args(["serve", *options])
+    return arguments
+
+
+def config_of_server(options: Sequence[str]) -> VllmConfig:
+    """The configuration with which `vllm serve` would start engines; reads, and if need be fetches,
+    the model's configuration. Raises what vLLM raises if it refuses the options."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    arguments = serve_arguments(options)
+    if getattr(arguments, "model_tag", None) is not None:
+        arguments.model = arguments.model_tag
+    engine = AsyncEngineArgs.from_cli_args(arguments)
+    return engine.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+
+
+def why_no_kv_connector(config: VllmConfig, name: str) -> str | None:
+    """Why the engine of a configuration would not run the KV connector that it was made with; None
+    if it would."""
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.kv_connector != name:  # --kv-offloading-size replaces it
+        other = None if transfer is None else transfer.kv_connector
+        return f"another option chooses the KV connector {other}"
+    if config.model_config.is_encoder_decoder:  # the scheduler asserts that
+        return "vLLM runs encoder-decoder models without KV connectors"
+    return None
