@@ -58,6 +58,38 @@ def shares_host(vllm_config: VllmConfig) -> bool:
     return max(parallel.data_parallel_size, parallel.elastic_ep_max_dp_size) > 1
 
 
+async def pause(engine_client: Any, mode: str) -> None:
+    """Stop starting requests, and wait until nothing runs any more; `mode`: `wait` or `keep`. New
+    requests join the queue: `pause_generation` refuses them from vLLM 0.33 on, if running ones may
+    finish."""
+    await engine_client.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+
+
+def why_refused(vllm_config: VllmConfig) -> str | None:
+    """Why an engine must not run with another scheduler than vLLM's own, and what to do; None if it
+    may."""
+    if vllm_config.model_config.is_diffusion:
+        return (
+            "diffusion language models need a scheduler of vLLM's own: start the server without "
+            "--scheduler-cls"
+        )
+    return None
+
+
+def why_unordered(vllm_config: VllmConfig) -> str | None:
+    """Why the order of requests must not depend on time in an engine, and what to do; None if it
+    may."""
+    parallel = vllm_config.parallel_config
+    backend = parallel.distributed_executor_backend
+    if backend == "external_launcher" and parallel.world_size > 1:
+        return (
+            "with the executor external_launcher every rank schedules by itself, and ranks that "
+            "decide by their own clocks diverge and hang: use the executor mp or ray, or the "
+            "policy fcfs"
+        )
+    return None
+
+
 class Hardware(NamedTuple):
     """The device of an engine."""
 
