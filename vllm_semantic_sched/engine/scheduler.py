@@ -34,7 +34,8 @@ from vllm_semantic_sched.policy.step import SchedulingStep
 class SemanticScheduler(vllm_api.HookedScheduler):
     """Serves the most urgent requests first, and the shortest first among equals. Under the base
     policy `fcfs` the instance is vLLM's own scheduler; where vLLM schedules asynchronously it is an
-    `AsyncSemanticScheduler`. Raises PolicyError if policy or profile cannot be used.
+    `AsyncSemanticScheduler`. Raises PolicyError if policy or profile cannot be used, ValueError if
+    it must not run on such an engine.
 
     Attributes:
         core: the policy's decisions and its state.
@@ -47,6 +48,8 @@ class SemanticScheduler(vllm_api.HookedScheduler):
 
     def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
         vllm_api.watch_new_requests()
+        if (refusal := vllm_api.why_refused(vllm_config)) is not None:
+            raise ValueError(f"Semantic scheduling: {refusal}.")
         policy = load_settings(vllm_config.additional_config)
         asynchronous = vllm_config.scheduler_config.async_scheduling
         if policy.base == "fcfs":
@@ -56,6 +59,8 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             scheduler = stock(vllm_config, *args, **kwargs)
             vllm_api.add_utility(scheduler, commands.UTILITY, commands.run)
             return scheduler
+        if (refusal := vllm_api.why_unordered(vllm_config)) is not None:
+            raise ValueError(f"Semantic scheduling: {refusal}.")
         if cls is SemanticScheduler and asynchronous:
             cls = AsyncSemanticScheduler
         self = super().__new__(cls)
@@ -118,6 +123,12 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         logger.info("Semantic scheduling: base policy %s, profile %s.", policy.base, profile.source)
         if self.observing:
             logger.info("Semantic scheduling: observing only, in vLLM's own order.")
+        if self.scheduler_config.policy == "priority" and policy.hints.priority in ("honor", "cap"):
+            logger.warning(
+                "Semantic scheduling: --scheduling-policy priority has no effect. A request's "
+                "priority is its urgency level, and 0 leaves the level to the text; "
+                "`hints: {priority: vllm}` in the policy keeps vLLM's meaning."
+            )
         protection = self.core.protection
         if protection.enabled and (reason := vllm_api.why_no_holds(self.vllm_config)) is not None:
             protection.unsafe = True

@@ -138,7 +138,9 @@ class SchedulingCore:
 
     def read_hints(self, extra_args: Any, priority: Any) -> Hint:
         """See `estimates.decision.read_hints`."""
-        return read_hints(extra_args, priority, self.policy.hints, self.policy.levels)
+        return read_hints(
+            extra_args, priority, self.policy.hints, self.policy.levels, self.policy.default_level
+        )
 
     def draft(
         self,
