@@ -3,6 +3,7 @@ function of the KV that a request's blocks hold, so wrong KV gives wrong answers
 
 import logging
 import random
+import sys
 from collections import deque
 from itertools import chain
 from types import SimpleNamespace
@@ -426,6 +427,41 @@ def test_copies_that_a_worker_finds_wrong_are_not_used(build, caplog) -> None:
     total = scheduler.counters.total
     assert total("loaded_tokens") == 0 < total("recomputed_tokens")
     assert scheduler.preemptions.connector is None and total("policy_errors") == 0
+
+
+@pytest.mark.parametrize("said", [True, False])
+@pytest.mark.parametrize("max_stall", [1e9, 0.0])
+def test_smallest_host_pool_of_all_workers_counts(build, caplog, said, max_stall) -> None:
+    """Also for saves that were ordered before it was known: here, all of them."""
+    scheduler = build(max_stall=max_stall)
+    device = FakeDevice(scheduler)
+    device.worker.slots = 5
+    device.worker.failed.slots = 5 if said else sys.maxsize
+
+    def preempt(step: int) -> None:
+        if step % 2 == 0 and scheduler.running:
+            scheduler.preemptions.evict(scheduler.running[-1], "urgent")
+
+    requests = make_requests(random.Random(2), longest=80)
+    answers = device.answer(requests, 0, preempt)
+    assert answers == {request.request_id: expected(request) for request in requests}
+    assert max(device.host) < 5
+    pool = scheduler.preemptions.connector.ledger.pool
+    assert (pool.slots, pool.used) == ((5, 0) if said else (100, 0))
+    assert ("give the same host_gib" in caplog.text) == said
+    assert scheduler.counters.total("loaded_tokens") > 0
+    assert (scheduler.counters.total("policy_errors", "loading KV") == 0) == said
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
+
+
+def test_worker_without_room_turns_swap_off(build) -> None:
+    scheduler = build()
+    device = FakeDevice(scheduler)
+    device.worker.slots = device.worker.failed.slots = 0
+    requests = make_requests(random.Random(2), count=2)
+    answers = device.answer(requests, 0, lambda step: None)
+    assert answers == {request.request_id: expected(request) for request in requests}
+    assert scheduler.preemptions.connector is None and scheduler.preemptions.gauges() == {}
 
 
 def test_worker_says_only_that_copies_are_wrong(monkeypatch) -> None:

@@ -102,7 +102,7 @@ class SemanticSwapConnector(vllm_api.KVConnector):
         self._workers: int = vllm_config.parallel_config.world_size
         self.measured = {"save": 0.0, "load": 0.0}  # total seconds of copies
         self.failures: Counter[str] = Counter()  # exceptions that were caught, by method
-        self.failed = recovery.FailedCopies()
+        self.failed = recovery.FailedCopies(slots=self.slots)
         self._failed_proof: FailedProof | None = None
 
     def refuse_copies(self, reason: str) -> None:
@@ -136,6 +136,9 @@ class SemanticSwapConnector(vllm_api.KVConnector):
         """Save victims' blocks before the step overwrites them."""
         assert isinstance(kv_connector_metadata, SwapMetadata)
         for save in _one_by_one(kv_connector_metadata.orders.saves):
+            if any(run.stop > self.slots for run in save.host):  # other pools are larger
+                self.failed.give_up_save(save)
+                continue
             self.backend.save(save.device, save.host, save.number)
             self.failed.unsaved.difference_update(save.slots)
 
@@ -260,7 +263,20 @@ class SemanticSwapConnector(vllm_api.KVConnector):
         if report is not None:
             self.measured["save"] += report.save_seconds
             self.measured["load"] += report.load_seconds
+            if report.slots < self.ledger.pool.slots:
+                self._shrink(report.slots)
         self.ledger.kept.saved(self.failed.saves)
+
+    def _shrink(self, slots: int) -> None:
+        """Use no more slots than the worker with the smallest host pool has."""
+        logger.warning(
+            "KV swap: %d of %d blocks of host memory are used, because a worker has no more; give "
+            "the same host_gib on every node.",
+            *(slots, self.ledger.pool.slots),
+        )
+        self.ledger.pool.shrink(slots)
+        if not slots:
+            self.unsupported = "a worker's host pool is smaller than one KV block"
 
     @guarded(recovery.released_later)
     def request_finished_all_groups(
