@@ -17,6 +17,7 @@ from vllm_semantic_sched.engine.preemption import Preemptions
 from vllm_semantic_sched.engine.requests.arrivals import Arrivals
 from vllm_semantic_sched.engine.requests.endings import Endings, RecentReadings, end_of
 from vllm_semantic_sched.engine.requests.prediction import PredictionFeed
+from vllm_semantic_sched.engine.requests.queue import SemanticRequestQueue
 from vllm_semantic_sched.engine.startup.auto_profile import engine_profile
 from vllm_semantic_sched.engine.startup.settings import load_settings
 from vllm_semantic_sched.engine.view import VllmView
@@ -290,6 +291,13 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             plan = self.preemptions.begin(job, request, keep_kv and not self.observing)
             if plan.kind is PreemptionKind.DROP:
                 self._endings.refuse(request.request_id, DROPPED)  # once it is back in the queue
+
+    def after_turn(self, request: Request) -> None:
+        with self.guard("reading a session's input"):
+            self.arrivals.turn(self.jobs[request.request_id], request)
+            for queue in (self.waiting, self.kv_holding_waiting):
+                if isinstance(queue, SemanticRequestQueue):
+                    queue.reposition(request)
 
     def preprocess_request(self, request: Request) -> None:
         try:

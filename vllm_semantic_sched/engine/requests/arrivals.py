@@ -86,6 +86,16 @@ class Arrivals:
             awaits_prediction=False,
         )
 
+    def turn(self, job: Job, request: Request) -> None:
+        """A session has got its next input. A level that it states counts from now on; the text is
+        not read again."""
+        params = request.sampling_params
+        hint = self.core.read_hints(params.extra_args if params else None, request.priority)
+        if hint.problem:
+            self.counters.add("invalid_hints")
+        stated = stated_length(params)
+        self.core.turn(job, request.num_prompt_tokens, request.max_tokens, hint, stated)
+
     def arrived(self, arrival: Arrival, step: SchedulingStep | None, view: EngineView) -> None:
         """A request is in the queue; it, or others because of it, may end. Without a step it is
         only counted."""
