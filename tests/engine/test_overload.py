@@ -87,6 +87,24 @@ def test_refusing_one_of_several_answers_ends_all(build) -> None:
     assert step(scheduler) == {}
 
 
+def test_dropping_one_of_several_answers_ends_all(build) -> None:
+    limits = {"max_per_request": 0, "after_limit": "drop"}
+    tiers = [{"name": "a"}, {"name": "b", "drop": True}]
+    levels = {"levels": 2, "default_level": 1, "stage": {"protected_level": 0}}
+    policy = levels | {"tiers": tiers, "preemption": limits, "protect": {"level": None}}
+    scheduler = build(policy, max_num_seqs=4)
+    answers = [f"{number}_cmpl-7f3a-0-0a1b2c3d" for number in range(4)]
+    add(scheduler, *answers, output_tokens=50)
+    step(scheduler)
+    add(scheduler, "u1", "u2", extra={"urgency": 0})  # each wants a victim
+    assert step(scheduler) == dict.fromkeys(answers, Code.DROPPED)
+    assert set(scheduler.requests) == {"u1", "u2"}
+    assert scheduler.counters.total("refused", ("dropped", "b")) == 4
+    assert scheduler.counters.total("policy_errors") == 0
+    add(scheduler, "4_cmpl-7f3a-0-0a1b2c3d")  # an answer that was on its way
+    assert step(scheduler) == {"4_cmpl-7f3a-0-0a1b2c3d": Code.DROPPED}
+
+
 def test_unusable_dedup_key_is_counted_and_the_request_served(build) -> None:
     scheduler = build({"dedup": {"enabled": True}})
     for number, key in enumerate([7, "", "x" * 500, ["a"]]):

@@ -290,7 +290,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             job = self.jobs[request.request_id]
             plan = self.preemptions.begin(job, request, keep_kv and not self.observing)
             if plan.kind is PreemptionKind.DROP:
-                self._endings.refuse(request.request_id, DROPPED)  # once it is back in the queue
+                self._endings.refuse_prompt(job, DROPPED)  # once it is back in the queue
 
     def after_turn(self, request: Request) -> None:
         with self.guard("reading a session's input"):
