@@ -27,7 +27,7 @@ from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.eviction.retention import PreemptionKind
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState
-from vllm_semantic_sched.policy.overload.refusal import DROPPED
+from vllm_semantic_sched.policy.overload.refusal import DROPPED, TOO_LARGE
 from vllm_semantic_sched.policy.profile.formula import AUTO, EngineProfile
 from vllm_semantic_sched.policy.step import SchedulingStep
 
@@ -100,7 +100,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         )
         self.samples = StepSamples()
         self.arrivals = Arrivals(
-            *(core, self.jobs, self.predictions, self._endings, self.counters),
+            *(core, self.jobs, self.predictions, self._endings, self.counters, self._kv_tokens()),
             logs_blocks=self._event_log is not None and self.hash_block_size == self.block_size,
         )
         self.readings = RecentReadings()
@@ -119,6 +119,12 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         if reload_on_hangup(self.live_policy.request_load):
             self.live_policy.start()
         self._report_settings(policy, profile)
+
+    def _kv_tokens(self) -> int:
+        """See `vllm_api.most_kv_tokens`."""
+        with self.guard("measuring the KV cache"):
+            return vllm_api.most_kv_tokens(self)
+        return self.max_model_len
 
     def _report_settings(self, policy: Policy, profile: EngineProfile) -> None:
         logger.info("Semantic scheduling: base policy %s, profile %s.", policy.base, profile.source)
@@ -158,7 +164,11 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         super().add_request(request)
         if arrival is not None:
             try:
-                self.arrivals.arrived(arrival, None if self.observing else self.step, self.view)
+                fits = self.observing or self.arrivals.fit(arrival.job, request)
+                step = None if self.observing or not fits else self.step
+                self.arrivals.arrived(arrival, step, self.view)
+                if not fits:
+                    self._endings.refuse_prompt(arrival.job, TOO_LARGE)
             except Exception:
                 self.guard.failed("admitting a request")
 

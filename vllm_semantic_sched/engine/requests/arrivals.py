@@ -57,6 +57,7 @@ class Arrivals:
     predictions: PredictionFeed
     endings: Endings
     counters: Counters
+    most_kv_tokens: int  # that one request can have
     logs_blocks: bool  # jobs keep the hashes of their KV blocks, for the event log
 
     def prepare(self, request: Request) -> None:
@@ -75,6 +76,18 @@ class Arrivals:
         if arrival.job.awaits_prediction:
             self.predictions.arrived(request.request_id)
         return arrival
+
+    def fit(self, job: Job, request: Request) -> bool:
+        """Whether a new request can ever fit into the KV cache. An answer that may grow too long
+        ends where the blocks do, as it would at `max_model_len`."""
+        room = self.most_kv_tokens - request.num_prompt_tokens + 1  # the last token needs no KV
+        params = request.sampling_params
+        if params is None or room < max(1, params.min_tokens):
+            return params is None
+        if request.max_tokens > room:
+            request.max_tokens = room
+            job.max_output_tokens = min(job.max_output_tokens, room)
+        return True
 
     def unread(self, request: Request) -> Job:
         """A job at the default level, for a request that could not be read."""
