@@ -18,7 +18,7 @@ from vllm_semantic_sched.engine.vllm_api import all_kv_connectors
 from vllm_semantic_sched.lab.bench.standalone import BLOCK_SIZE
 
 
-def swap_config(role: str = "kv_both", **extra) -> KVTransferConfig:
+def swap_config(role: str = "kv_producer", **extra) -> KVTransferConfig:
     """The swap connector; `extra`: its own configuration."""
     return KVTransferConfig(
         kv_connector="SemanticSwapConnector",

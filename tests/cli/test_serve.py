@@ -25,7 +25,12 @@ GPU = Machine(True, cores=8, free_gib=40.0, total_gib=64.0)
 def launch(
     *options: str, machine: Machine = GPU, host_gib: float | None = None, **settings
 ) -> tuple[list[str], list[str], dict[str, str]]:
-    return launch_of("my/model", options, settings, host_gib, machine)
+    return launch_of("my/model", options, settings, host_gib, machine, lambda *asked: None)
+
+
+@pytest.fixture(autouse=True)
+def vllm_takes_the_connector(monkeypatch) -> None:
+    monkeypatch.setattr("vllm_semantic_sched.cli.serve.why_no_connector", lambda *asked: None)
 
 
 @pytest.fixture
@@ -121,6 +126,8 @@ def test_policy_and_profile_join_other_settings() -> None:
         (("--pipeline-parallel-size", "2"), {"host_gib": 4.0}, "pipeline parallelism"),
         (("-pp=2",), {"host_gib": 4.0}, "pipeline parallelism"),
         (("--kv_transfer_config", "{}"), {"host_gib": 4.0}, "another connector"),
+        (("--kv-transfer-config.kv_connector", "X"), {"host_gib": 4.0}, "another connector"),
+        (("--kv-offloading-size", "4"), {"host_gib": 4.0}, "another connector"),
         ((), {"host_gib": 50.0}, "40.0 GiB that are free"),
         (("-tp", "8"), {"host_gib": 6.0}, "6 for each of 8 workers is more than the 40.0 GiB"),
         (("--additional-config", "{"), {}, "not JSON"),
@@ -136,6 +143,93 @@ def test_pipeline_parallelism_alone_leaves_the_pool_out_and_says_so() -> None:
     command, notes, _ = launch("-pp", "2")
     assert "--kv-transfer-config" not in command
     assert notes == ["KV of preempted requests is recomputed: pipeline parallelism is on"]
+
+
+def test_pool_is_left_out_where_vllm_does_not_take_it() -> None:
+    asked = []
+
+    def refuse(options, environment) -> str:
+        asked.append((list(options), dict(environment)))
+        return "vLLM says: no"
+
+    command, notes, _ = launch_of("my/model", ["-tp", "2"], {}, None, GPU, refuse)
+    assert "--kv-transfer-config" not in command
+    assert notes == ["KV of preempted requests is recomputed: vLLM says: no"]
+    assert asked == [(command[2:], {})]
+    with pytest.raises(Failure, match="--host-gib 4 cannot be used: vLLM says: no"):
+        launch_of("my/model", [], {}, 4.0, GPU, refuse)
+    launch_of("my/model", [], {}, 0.0, GPU, refuse)
+    launch_of("my/model", [], {"observe": True}, None, GPU, refuse)
+    assert len(asked) == 2
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    def write(**options) -> list[str]:
+        path = tmp_path / "options.yaml"
+        path.write_text(json.dumps(options))
+        return ["--config", str(path)]
+
+    return write
+
+
+def test_options_in_a_file_count(config_file) -> None:
+    given = config_file(tensor_parallel_size=4)
+    command, *_ = launch(*given)
+    connector = json.loads(value(command, "--kv-transfer-config"))
+    assert connector["kv_connector_extra_config"] == {"host_gib": 2.5}
+    assert value(command, "--config") == given[1]
+    command, *_ = launch(*given, "-tp=2")  # the command line counts first
+    connector = json.loads(value(command, "--kv-transfer-config"))
+    assert connector["kv_connector_extra_config"] == {"host_gib": 5.0}
+    _, notes, _ = launch(*config_file(**{"kv-transfer-config": {"kv_connector": "X"}}))
+    assert notes == [
+        "KV of preempted requests is recomputed: --kv-transfer-config names another connector"
+    ]
+    with pytest.raises(Failure, match=r"other\.Scheduler"):
+        launch(*config_file(scheduler_cls="other.Scheduler"))
+    given = config_file(additional_config={"a": 1, "semantic_sched": {"policy": "tiers"}})
+    command, *_ = launch(*given, watch=True)
+    config = {"a": 1, "semantic_sched": {"policy": "tiers", "watch": True}}
+    assert json.loads(value(command, "--additional-config")) == config
+    command, *_ = launch(*config_file(middleware=[MIDDLEWARE]))
+    assert "--middleware" not in command
+
+
+def test_file_that_vllm_cannot_read_is_left_to_it(tmp_path) -> None:
+    missing = ["--config", str(tmp_path / "no.yaml")]
+    assert launch(*missing)[0][3:5] == missing
+    (tmp_path / "no.yaml").write_text("[1, 2")
+    assert launch(*missing)[0][3:5] == missing
+    assert launch("--config")[0][3] == "--config"
+
+
+def test_options_with_dots_join_the_others() -> None:
+    command, *_ = launch("--additional_config.semantic_sched.policy", "tiers", watch=True)
+    assert not any("semantic_sched.policy" in word for word in command)
+    config = {"semantic_sched": {"policy": "tiers", "watch": True}}
+    assert json.loads(value(command, "--additional-config")) == config
+    command, *_ = launch("--additional-config.a=1", "--additional-config.b+", "x,y")
+    config = {"a": 1, "b": ["x", "y"], "semantic_sched": {}}
+    assert json.loads(value(command, "--additional-config")) == config
+
+
+def test_the_last_of_several_counts() -> None:
+    command, *_ = launch("-tp", "4", "--tensor-parallel-size=2")
+    connector = json.loads(value(command, "--kv-transfer-config"))
+    assert connector["kv_connector_extra_config"] == {"host_gib": 5.0}
+    given = ("--scheduler-cls", SCHEDULER, "--scheduler_cls", SCHEDULER)
+    assert launch(*given)[0].count("--scheduler-cls") == 1
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+def test_model_may_be_an_option(no_gpu, capsys, config_file, in_file) -> None:
+    no_gpu(False)
+    given = config_file(model="my/model", port=8001) if in_file else ["--model", "my/model"]
+    assert main(["serve", *given, "--dry-run"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("vllm serve my/model ") and "--model " not in printed.out
+    assert ("127.0.0.1:8001" in printed.err) == in_file
 
 
 def test_without_a_gpu_what_is_missing_is_added_and_said(no_gpu) -> None:

@@ -11,6 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.lab.bench.standalone import (
+    BLOCK_SIZE,
     build_scheduler,
     make_request,
     model_output,
@@ -85,6 +86,59 @@ def test_refusing_one_of_several_answers_ends_all(build) -> None:
     assert step(scheduler) == dict.fromkeys(answers, Code.OVER_CAPACITY)
     add(scheduler, "0_cmpl-other", "1_cmpl-other")
     assert step(scheduler) == {}
+
+
+def test_dropping_one_of_several_answers_ends_all(build) -> None:
+    limits = {"max_per_request": 0, "after_limit": "drop"}
+    tiers = [{"name": "a"}, {"name": "b", "drop": True}]
+    levels = {"levels": 2, "default_level": 1, "stage": {"protected_level": 0}}
+    policy = levels | {"tiers": tiers, "preemption": limits, "protect": {"level": None}}
+    scheduler = build(policy, max_num_seqs=4)
+    answers = [f"{number}_cmpl-7f3a-0-0a1b2c3d" for number in range(4)]
+    add(scheduler, *answers, output_tokens=50)
+    step(scheduler)
+    add(scheduler, "u1", "u2", extra={"urgency": 0})  # each wants a victim
+    assert step(scheduler) == dict.fromkeys(answers, Code.DROPPED)
+    assert set(scheduler.requests) == {"u1", "u2"}
+    assert scheduler.counters.total("refused", ("dropped", "b")) == 4
+    assert scheduler.counters.total("policy_errors") == 0
+    add(scheduler, "4_cmpl-7f3a-0-0a1b2c3d")  # an answer that was on its way
+    assert step(scheduler) == {"4_cmpl-7f3a-0-0a1b2c3d": Code.DROPPED}
+
+
+def test_prompt_that_never_fits_is_refused_on_arrival(build) -> None:
+    scheduler = build({}, num_blocks=11)  # one of them is vLLM's null block
+    most = 10 * BLOCK_SIZE
+    add(scheduler, "fits", prompt_tokens=most, output_tokens=1)
+    add(scheduler, "large", prompt_tokens=most + 1, output_tokens=1, extra={"urgency": 0})
+    assert step(scheduler) == {"large": Code.TOO_LARGE}
+    assert Code.TOO_LARGE.status == 400 and not Code.TOO_LARGE.retryable
+    step(scheduler)
+    assert not scheduler.requests
+    request = make_request("long", prompt_tokens=most - 4, output_tokens=20)
+    request.sampling_params.min_tokens = 6
+    scheduler.add_request(request)
+    assert step(scheduler) == {"long": Code.TOO_LARGE}
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_answer_that_never_fits_ends_where_the_blocks_do(build, async_scheduling) -> None:
+    scheduler = build({}, num_blocks=11, async_scheduling=async_scheduling)
+    add(scheduler, *"abc", output_tokens=10)
+    big = make_request("big", prompt_tokens=100, output_tokens=1000, urgency=0)
+    scheduler.add_request(big)
+    add(scheduler, *"def", output_tokens=10)
+    for _ in range(200):
+        step(scheduler)
+    assert not scheduler.requests
+    assert big.status is RequestStatus.FINISHED_LENGTH_CAPPED
+    assert big.num_tokens == 10 * BLOCK_SIZE + 1 and big.num_preemptions == 0
+
+
+def test_observing_changes_no_request(build) -> None:
+    scheduler = build({"observe": True}, num_blocks=11)
+    add(scheduler, "big", prompt_tokens=10 * BLOCK_SIZE + 1, output_tokens=1000)
+    assert step(scheduler) == {} and scheduler.requests["big"].max_tokens == 1000
 
 
 def test_unusable_dedup_key_is_counted_and_the_request_served(build) -> None:

@@ -24,7 +24,9 @@ def test_litellm_sends_the_urgency_that_vllm_reads() -> None:
     for level in LEVELS:
         sent = litellm_fields(POLICY, level, 1.0)
         assert sent.headers == {} and set(sent.body) == {"vllm_xargs"}
-        hint = read_hints(sent.body["vllm_xargs"], 0, POLICY.hints, POLICY.levels)
+        hint = read_hints(
+            sent.body["vllm_xargs"], 0, POLICY.hints, POLICY.levels, POLICY.default_level
+        )
         assert hint.level == level and hint.problem is None
 
 

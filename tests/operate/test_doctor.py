@@ -212,7 +212,7 @@ def test_damaged_instant_reader_is_a_warning(monkeypatch, tmp_path) -> None:
     [
         ({"kv_connector": "OffloadingConnector"}, "kv_connector is 'OffloadingConnector'"),
         ({"kv_connector_module_path": None}, "kv_connector_module_path is None"),
-        ({"kv_role": "kv_producer"}, "kv_role is 'kv_producer'"),
+        ({"kv_role": "kv_both"}, "kv_role is 'kv_both'"),
         ({"kv_connector_extra_config": {"host_gb": 4}}, "did you mean 'host_gib'"),
         ({"kv_connector_extra_config": {"host_gib": 0}}, "host_gib"),
         ({"kv_connector": "MultiConnector"}, "no list of connectors"),

@@ -146,6 +146,7 @@ def command(build, capsys, monkeypatch):
         memory = gib(container["resources"]["limits"]["memory"]) * 2**30
         monkeypatch.setattr("vllm_semantic_sched.cli.serve.available_memory", lambda: memory)
         monkeypatch.setattr("vllm_semantic_sched.cli.serve.serves_on_cpu", lambda: False)
+        monkeypatch.setattr("vllm_semantic_sched.cli.serve.why_no_connector", lambda *asked: None)
         policy = f"--policy={FOLDER / 'base' / 'policy.yaml'}"
         given = [policy if one.startswith("--policy=") else one for one in container["args"]]
         assert main(["serve", *given, "--dry-run"]) == 0

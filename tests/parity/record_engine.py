@@ -27,7 +27,7 @@ TENANTS = ("", "a", "b")
 SWAP = {
     "kv_connector": "SemanticSwapConnector",
     "kv_connector_module_path": "vllm_semantic_sched.engine.kv_swap",
-    "kv_role": "kv_both",
+    "kv_role": "kv_producer",
     "kv_connector_extra_config": {"host_gib": 0.005},
 }
 

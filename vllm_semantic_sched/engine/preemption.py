@@ -230,7 +230,10 @@ def _usable_connector(scheduler: Scheduler) -> tuple[SemanticSwapConnector | Non
     connectors = vllm_api.all_kv_connectors(scheduler)
     ours = next((one for one in connectors if isinstance(one, SemanticSwapConnector)), None)
     if ours is None:
-        return None, "the server was started without the swap connector, which semsched serve adds"
+        return None, (
+            "the server was started without the swap connector, which semsched serve adds where "
+            "vLLM takes it"
+        )
     if ours.unsupported is not None:
         return None, ours.unsupported
     if scheduler.requires_kv_delivery:

@@ -17,6 +17,7 @@ from vllm_semantic_sched.engine.preemption import Preemptions
 from vllm_semantic_sched.engine.requests.arrivals import Arrivals
 from vllm_semantic_sched.engine.requests.endings import Endings, RecentReadings, end_of
 from vllm_semantic_sched.engine.requests.prediction import PredictionFeed
+from vllm_semantic_sched.engine.requests.queue import SemanticRequestQueue
 from vllm_semantic_sched.engine.startup.auto_profile import engine_profile
 from vllm_semantic_sched.engine.startup.settings import load_settings
 from vllm_semantic_sched.engine.view import VllmView
@@ -26,7 +27,7 @@ from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.eviction.retention import PreemptionKind
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState
-from vllm_semantic_sched.policy.overload.refusal import DROPPED
+from vllm_semantic_sched.policy.overload.refusal import DROPPED, TOO_LARGE
 from vllm_semantic_sched.policy.profile.formula import AUTO, EngineProfile
 from vllm_semantic_sched.policy.step import SchedulingStep
 
@@ -34,7 +35,8 @@ from vllm_semantic_sched.policy.step import SchedulingStep
 class SemanticScheduler(vllm_api.HookedScheduler):
     """Serves the most urgent requests first, and the shortest first among equals. Under the base
     policy `fcfs` the instance is vLLM's own scheduler; where vLLM schedules asynchronously it is an
-    `AsyncSemanticScheduler`. Raises PolicyError if policy or profile cannot be used.
+    `AsyncSemanticScheduler`. Raises PolicyError if policy or profile cannot be used, ValueError if
+    it must not run on such an engine.
 
     Attributes:
         core: the policy's decisions and its state.
@@ -47,6 +49,8 @@ class SemanticScheduler(vllm_api.HookedScheduler):
 
     def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
         vllm_api.watch_new_requests()
+        if (refusal := vllm_api.why_refused(vllm_config)) is not None:
+            raise ValueError(f"Semantic scheduling: {refusal}.")
         policy = load_settings(vllm_config.additional_config)
         asynchronous = vllm_config.scheduler_config.async_scheduling
         if policy.base == "fcfs":
@@ -56,6 +60,8 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             scheduler = stock(vllm_config, *args, **kwargs)
             vllm_api.add_utility(scheduler, commands.UTILITY, commands.run)
             return scheduler
+        if (refusal := vllm_api.why_unordered(vllm_config)) is not None:
+            raise ValueError(f"Semantic scheduling: {refusal}.")
         if cls is SemanticScheduler and asynchronous:
             cls = AsyncSemanticScheduler
         self = super().__new__(cls)
@@ -94,7 +100,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         )
         self.samples = StepSamples()
         self.arrivals = Arrivals(
-            *(core, self.jobs, self.predictions, self._endings, self.counters),
+            *(core, self.jobs, self.predictions, self._endings, self.counters, self._kv_tokens()),
             logs_blocks=self._event_log is not None and self.hash_block_size == self.block_size,
         )
         self.readings = RecentReadings()
@@ -115,10 +121,22 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             self.live_policy.start()
         self._report_settings(policy, profile)
 
+    def _kv_tokens(self) -> int:
+        """See `vllm_api.most_kv_tokens`."""
+        with self.guard("measuring the KV cache"):
+            return vllm_api.most_kv_tokens(self)
+        return self.max_model_len
+
     def _report_settings(self, policy: Policy, profile: EngineProfile) -> None:
         logger.info("Semantic scheduling: base policy %s, profile %s.", policy.base, profile.source)
         if self.observing:
             logger.info("Semantic scheduling: observing only, in vLLM's own order.")
+        if self.scheduler_config.policy == "priority" and policy.hints.priority in ("honor", "cap"):
+            logger.warning(
+                "Semantic scheduling: --scheduling-policy priority has no effect. A request's "
+                "priority is its urgency level, and 0 leaves the level to the text; "
+                "`hints: {priority: vllm}` in the policy keeps vLLM's meaning."
+            )
         protection = self.core.protection
         if protection.enabled and (reason := vllm_api.why_no_holds(self.vllm_config)) is not None:
             protection.unsafe = True
@@ -147,7 +165,11 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         super().add_request(request)
         if arrival is not None:
             try:
-                self.arrivals.arrived(arrival, None if self.observing else self.step, self.view)
+                fits = self.observing or self.arrivals.fit(arrival.job, request)
+                step = None if self.observing or not fits else self.step
+                self.arrivals.arrived(arrival, step, self.view)
+                if not fits:
+                    self._endings.refuse_prompt(arrival.job, TOO_LARGE)
             except Exception:
                 self.guard.failed("admitting a request")
 
@@ -284,7 +306,14 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             job = self.jobs[request.request_id]
             plan = self.preemptions.begin(job, request, keep_kv and not self.observing)
             if plan.kind is PreemptionKind.DROP:
-                self._endings.refuse(request.request_id, DROPPED)  # once it is back in the queue
+                self._endings.refuse_prompt(job, DROPPED)  # once it is back in the queue
+
+    def after_turn(self, request: Request) -> None:
+        with self.guard("reading a session's input"):
+            self.arrivals.turn(self.jobs[request.request_id], request)
+            for queue in (self.waiting, self.kv_holding_waiting):
+                if isinstance(queue, SemanticRequestQueue):
+                    queue.reposition(request)
 
     def preprocess_request(self, request: Request) -> None:
         try:

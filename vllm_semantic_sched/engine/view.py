@@ -181,7 +181,8 @@ class VllmView:
         running.insert(place, request)
 
     def preempt(self, job: Job, reason: str, beneficiary: Job | None = None) -> None:
-        self.preemptions.evict(self._request(job), reason, beneficiary)
+        if job.state is JobState.RUNNING:  # else it has ended with another answer to its prompt
+            self.preemptions.evict(self._request(job), reason, beneficiary)
 
     def preempted(self, request: Request) -> None:
         """vLLM is preempting a request, for whatever reason."""

@@ -140,7 +140,9 @@ class SchedulingCore:
 
     def read_hints(self, extra_args: Any, priority: Any) -> Hint:
         """See `estimates.decision.read_hints`."""
-        return read_hints(extra_args, priority, self.policy.hints, self.policy.levels)
+        return read_hints(
+            extra_args, priority, self.policy.hints, self.policy.levels, self.policy.default_level
+        )
 
     def draft(
         self,
@@ -193,6 +195,27 @@ class SchedulingCore:
             job.level = self.levels.capped(job, job.level)
         self.lifecycle.arrive(job, self.levels.explain(job))
         return job
+
+    def turn(
+        self,
+        job: Job,
+        prompt_tokens: int,
+        max_output_tokens: int,
+        hint: Hint,
+        stated: StatedLength = FREE_LENGTH,
+    ) -> None:
+        """Record that a session has got its next input, which continues all that came before; the
+        caller queues the job, or moves it to its new place. Without a hint its level stays."""
+        self.version += 1
+        if job.state is JobState.RUNNING:  # the input was there before its turn ended
+            self._leave(job)
+            self.lifecycle.move(job, JobState.WAITING, "input")
+        job.prompt_tokens, job.generated = prompt_tokens, 0
+        job.stated, job.max_output_tokens = stated, max_output_tokens
+        if stated.longest is not None:
+            job.max_output_tokens = min(max_output_tokens, stated.longest)
+        if hint.level is not None:
+            self.levels.tell(job, hint.level, hint.source)
 
     # Queueing
 

@@ -71,6 +71,12 @@ class Levels:
         if self._lifecycle.journal is not None:
             self._lifecycle.note(job, "read", {"level_before": before, **self.explain(job)})
 
+    def tell(self, job: Job, level: int, source: LevelSource) -> None:
+        """Apply a level that the client states later."""
+        counted = job.level_source is not LevelSource.DEFAULT or not job.awaits_prediction
+        job.level_source = source
+        self.change(job, self.capped(job, level, counted))
+
     def look_again(self, job: Job, prediction: Prediction) -> bool:
         """Raise a predicted level if a second look at the prompt demands it; whether it did."""
         if job.level_source not in (LevelSource.PREDICTION, LevelSource.SECOND_LOOK):

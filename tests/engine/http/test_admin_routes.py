@@ -28,6 +28,7 @@ class Core:
     def __init__(self, *reports) -> None:
         self.reports = reports
         self.calls: list[str] = []
+        self.paused = self.refuses = False
 
     async def call_utility_all_async(self, utility, command):
         assert utility == UTILITY
@@ -35,6 +36,10 @@ class Core:
         if not self.reports:
             raise AttributeError("no such method")
         return list(self.reports)
+
+    async def pause_scheduler_async(self, mode, clear_cache) -> None:
+        assert not clear_cache
+        self.paused = True
 
 
 async def healthy() -> None:
@@ -51,17 +56,18 @@ class Engine:
     def __init__(self, *reports) -> None:
         self.engine_core = Core(*reports)
         self.check_health = healthy
-        self.paused = False
         self.resumed = 0
 
     async def is_paused(self) -> bool:
-        return self.paused
+        return self.engine_core.paused
 
     async def pause_generation(self, mode, clear_cache) -> None:
-        self.paused = True
+        """As vLLM 0.33 does it."""
+        await self.engine_core.pause_scheduler_async(mode, clear_cache)
+        self.engine_core.refuses = mode != "keep"
 
     async def resume_generation(self) -> None:
-        self.paused = False
+        self.engine_core.paused = self.engine_core.refuses = False
         self.resumed += 1
 
 
@@ -153,6 +159,14 @@ def test_pause_ends_by_itself_and_shows_in_readiness() -> None:
         assert state_of(server.app).lease is None
         refused = server.post("/v1/semsched/pause", json={"seconds": 1e9})
         assert refused.status_code == 422
+
+
+@pytest.mark.parametrize("mode", ["wait", "keep"])
+def test_paused_server_takes_new_requests(mode) -> None:
+    with client("127.0.0.1", {"ready": True}) as server:
+        core = server.app.state.engine_client.engine_core
+        assert server.post("/v1/semsched/pause", json={"mode": mode}).status_code == 200
+        assert core.paused and not core.refuses
 
 
 def test_reload_is_rejected_if_any_engine_rejects_it() -> None:

@@ -35,13 +35,13 @@ class SwapEngine:
         connector = {
             "kv_connector": "SemanticSwapConnector",
             "kv_connector_module_path": "vllm_semantic_sched.engine.kv_swap",
-            "kv_role": "kv_both",
+            "kv_role": "kv_producer",
             "kv_connector_extra_config": {"host_gib": 0.0125},
         }
         if options.pop("inside_multi_connector", False):
             connector = {
                 "kv_connector": "MultiConnector",
-                "kv_role": "kv_both",
+                "kv_role": "kv_producer",
                 "kv_connector_extra_config": {"connectors": [connector]},
             }
         asynchronous = options.pop("asynchronous", False)

@@ -47,3 +47,16 @@ def test_shortest_sufficient_run_is_preferred_to_several_runs() -> None:
     pool.give_back(third)
     assert pool.allocate(15) == [range(3, 18)]
     assert pool.allocate(1) is None
+
+
+def test_smaller_pool_gives_no_slot_beyond_its_end() -> None:
+    pool = HostPool(20)
+    first, second = pool.allocate(4), pool.allocate(10)
+    pool.shrink(10)
+    assert (pool.slots, pool.free) == (10, 0)
+    pool.give_back(second)  # 4 to 13
+    assert (pool.free, pool.used) == (6, 4)
+    pool.give_back(first)
+    assert pool.allocate(10) == [range(10)] and pool.allocate(1) is None
+    pool.shrink(30)
+    assert pool.slots == 10

@@ -3,12 +3,14 @@ function of the KV that a request's blocks hold, so wrong KV gives wrong answers
 
 import logging
 import random
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from failures import MAY_FAIL, method_of
 from fake_device import FakeDevice, expected, swap_config
+from vllm.config import KVTransferConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -20,6 +22,7 @@ from vllm_semantic_sched.engine.guard import guarded
 from vllm_semantic_sched.engine.kv import connector
 from vllm_semantic_sched.engine.kv.connector import FailedProof, SemanticSwapConnector
 from vllm_semantic_sched.engine.kv.ledger import HostPool
+from vllm_semantic_sched.engine.startup.settings import SWAP_CONNECTOR
 from vllm_semantic_sched.engine.vllm_api import freeable_blocks
 from vllm_semantic_sched.lab.bench.standalone import (
     BLOCK_SIZE,
@@ -248,6 +251,41 @@ def test_copies_that_a_worker_finds_wrong_are_not_used(build, caplog) -> None:
     assert scheduler.preemptions.connector is None and total("policy_errors") == 0
 
 
+@pytest.mark.parametrize("said", [True, False])
+@pytest.mark.parametrize("max_stall", [1e9, 0.0])
+def test_smallest_host_pool_of_all_workers_counts(build, caplog, said, max_stall) -> None:
+    """Also for saves that were ordered before it was known: here, all of them."""
+    scheduler = build(max_stall=max_stall)
+    device = FakeDevice(scheduler)
+    device.worker.slots = 5
+    device.worker.failed.slots = 5 if said else sys.maxsize
+
+    def preempt(step: int) -> None:
+        if step % 2 == 0 and scheduler.running:
+            scheduler.preemptions.evict(scheduler.running[-1], "urgent")
+
+    requests = make_requests(random.Random(2), longest=80)
+    answers = device.answer(requests, 0, preempt)
+    assert answers == {request.request_id: expected(request) for request in requests}
+    assert max(device.host) < 5
+    pool = scheduler.preemptions.connector.ledger.pool
+    assert (pool.slots, pool.used) == ((5, 0) if said else (100, 0))
+    assert ("give the same host_gib" in caplog.text) == said
+    assert scheduler.counters.total("loaded_tokens") > 0
+    assert (scheduler.counters.total("policy_errors", "loading KV") == 0) == said
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
+
+
+def test_worker_without_room_turns_swap_off(build) -> None:
+    scheduler = build()
+    device = FakeDevice(scheduler)
+    device.worker.slots = device.worker.failed.slots = 0
+    requests = make_requests(random.Random(2), count=2)
+    answers = device.answer(requests, 0, lambda step: None)
+    assert answers == {request.request_id: expected(request) for request in requests}
+    assert scheduler.preemptions.connector is None and scheduler.preemptions.gauges() == {}
+
+
 def test_worker_says_only_that_copies_are_wrong(monkeypatch) -> None:
     worker = SimpleNamespace(slots=4, cache_config=SimpleNamespace(num_blocks=8), backend=None)
     worker._failed_proof = None
@@ -433,3 +471,27 @@ def test_request_not_worth_another_preemption_is_ended(tmp_path) -> None:
     assert 1 <= total("preemptions", ("recompute", "urgent")) < 8
     run_step(scheduler)
     assert not scheduler.requests and total("policy_errors") == 0
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("unsupported", [None, "speculative decoding is on"])
+def test_urgent_request_preempts_at_once_beside_a_step_in_flight(
+    build, monkeypatch, inside, unsupported
+) -> None:
+    """vLLM must not delay freeing blocks for our connector, alone or among several, in use or
+    not."""
+    if unsupported is not None:
+        monkeypatch.setattr(connector, "why_unsupported", lambda *args: unsupported)
+    swap = KVTransferConfig(**SWAP_CONNECTOR)
+    if inside:
+        swap = KVTransferConfig(
+            kv_connector="MultiConnector",
+            kv_role="kv_producer",
+            kv_connector_extra_config={"connectors": [SWAP_CONNECTOR]},
+        )
+    scheduler = build(async_scheduling=True, kv_transfer_config=swap)
+    for index in range(6):
+        scheduler.add_request(make_request(f"calm{index}", prompt_tokens=9, urgency=4))
+    scheduler.schedule()
+    scheduler.add_request(make_request("urgent", urgency=0, output_tokens=3))
+    assert "urgent" in scheduler.schedule().num_scheduled_tokens

@@ -38,6 +38,7 @@ def test_codes_have_the_statuses_that_clients_know() -> None:
         "tenant_over_share": 429,
         "queue_timeout": 408,
         "dropped": 503,
+        "too_large": 400,
     }
 
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, FastAPI, HTTPException, Request
 
+from vllm_semantic_sched.engine import vllm_api
 from vllm_semantic_sched.engine.guard import logged, logger
 from vllm_semantic_sched.engine.http.incoming import state_of
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
@@ -32,7 +33,7 @@ async def pause(
     kept. The server resumes by itself after `seconds`, unless it is paused again: whoever paused it
     may be gone."""
     _lease(request.app, seconds)
-    await engine_of(request).pause_generation(mode=mode, clear_cache=False)
+    await vllm_api.pause(engine_of(request), mode)
     return {"paused": True}
 
 

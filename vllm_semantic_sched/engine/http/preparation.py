@@ -84,7 +84,9 @@ class GlanceRules:
         policy, user = self.policy, request.get("user")
         if priority is None:
             priority = request.get("priority")
-        hint = read_hints(request.get("vllm_xargs"), priority, policy.hints, policy.levels)
+        hint = read_hints(
+            request.get("vllm_xargs"), priority, policy.hints, policy.levels, policy.default_level
+        )
         texts, has_media = read_user(request)
         reading = None
         if hint.level is None and self.instant is not None and (text := "\n".join(texts)):

@@ -38,16 +38,24 @@ def host_slots(config: vllm_api.KVCacheConfig, host_gib: float) -> int:
     return int(host_gib * 2**30) // max(1, sum(row_bytes.values()))
 
 
-def why_unsupported(vllm_config: vllm_api.VllmConfig, config: vllm_api.KVCacheConfig) -> str | None:
-    """The reason why this engine's KV cannot be swapped; None if it can."""
-    parallel, groups = vllm_config.parallel_config, config.kv_cache_groups
-    specs = [spec for group in groups for spec in vllm_api.iter_layer_specs(group.kv_cache_spec)]
+def why_config_unsupported(vllm_config: vllm_api.VllmConfig) -> str | None:
+    """The part of `why_unsupported` that is known before the model is loaded."""
+    parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         return "pipeline parallelism is on"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism is on"
     if vllm_config.speculative_config is not None:
         return "speculative decoding is on"
+    return None
+
+
+def why_unsupported(vllm_config: vllm_api.VllmConfig, config: vllm_api.KVCacheConfig) -> str | None:
+    """The reason why this engine's KV cannot be swapped; None if it can."""
+    groups = config.kv_cache_groups
+    specs = [spec for group in groups for spec in vllm_api.iter_layer_specs(group.kv_cache_spec)]
+    if (reason := why_config_unsupported(vllm_config)) is not None:
+        return reason
     if config.needs_kv_cache_zeroing:
         return "the model's KV blocks are zeroed before use (Mamba layers, mixed precision)"
     if not all(isinstance(spec, vllm_api.AttentionSpec) for spec in specs):
@@ -96,7 +104,7 @@ class SemanticSwapConnector(vllm_api.KVConnector):
         self._workers: int = vllm_config.parallel_config.world_size
         self.measured = {"save": 0.0, "load": 0.0}  # total seconds of copies
         self.failures: Counter[str] = Counter()  # exceptions that were caught, by method
-        self.failed = recovery.FailedCopies()
+        self.failed = recovery.FailedCopies(slots=self.slots)
         self._failed_proof: FailedProof | None = None
 
     def refuse_copies(self, reason: str) -> None:
@@ -130,6 +138,9 @@ class SemanticSwapConnector(vllm_api.KVConnector):
         """Save victims' blocks before the step overwrites them."""
         assert isinstance(kv_connector_metadata, SwapMetadata)
         for save in _one_by_one(kv_connector_metadata.orders.saves):
+            if any(run.stop > self.slots for run in save.host):  # other pools are larger
+                self.failed.give_up_save(save)
+                continue
             self.backend.save(save.device, save.host, save.number)
             self.failed.unsaved.difference_update(save.slots)
 
@@ -254,7 +265,20 @@ class SemanticSwapConnector(vllm_api.KVConnector):
         if report is not None:
             self.measured["save"] += report.save_seconds
             self.measured["load"] += report.load_seconds
+            if report.slots < self.ledger.pool.slots:
+                self._shrink(report.slots)
         self.ledger.kept.saved(self.failed.saves)
+
+    def _shrink(self, slots: int) -> None:
+        """Use no more slots than the worker with the smallest host pool has."""
+        logger.warning(
+            "KV swap: %d of %d blocks of host memory are used, because a worker has no more; give "
+            "the same host_gib on every node.",
+            *(slots, self.ledger.pool.slots),
+        )
+        self.ledger.pool.shrink(slots)
+        if not slots:
+            self.unsupported = "a worker's host pool is smaller than one KV block"
 
     @guarded(recovery.released_later)
     def request_finished_all_groups(

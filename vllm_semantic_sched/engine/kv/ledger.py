@@ -42,8 +42,19 @@ class HostPool:
             count -= len(taken[-1])
         return taken
 
+    def shrink(self, slots: int) -> None:
+        """Have no more than so many slots; those beyond that are in use are gone once freed."""
+        self.slots = min(slots, self.slots)
+        self._runs = self._within(self._runs)
+        self.free = sum(map(len, self._runs))
+
+    def _within(self, runs: Iterable[range]) -> list[range]:
+        cut = (range(run.start, min(run.stop, self.slots)) for run in runs)
+        return [run for run in cut if run]
+
     def give_back(self, taken: Sequence[range]) -> None:
         """Free slots from `allocate`."""
+        taken = self._within(taken)
         self.free += sum(map(len, taken))
         self._runs = _joined(sorted((*self._runs, *taken), key=attrgetter("start")))
 

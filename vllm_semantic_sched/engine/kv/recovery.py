@@ -38,6 +38,7 @@ class SwapReport(vllm_api.KVConnectorWorkerMetadata):
     load_seconds: float = 0.0
     unloaded: set[int] = field(default_factory=set)  # blocks that a load of any worker did not fill
     saved: list[int] = field(default_factory=list)  # ended beside steps: numbers, for each worker
+    slots: int = sys.maxsize  # of the smallest host pool, said once: nodes may have different ones
 
     def aggregate(self, other: Any) -> SwapReport:
         assert isinstance(other, SwapReport)
@@ -46,6 +47,7 @@ class SwapReport(vllm_api.KVConnectorWorkerMetadata):
             max(self.load_seconds, other.load_seconds),
             self.unloaded | other.unloaded,
             self.saved + other.saved,
+            min(self.slots, other.slots),
         )
 
 
@@ -69,6 +71,7 @@ class FailedCopies:
     saves: list[int] = field(default_factory=list)
     loaded: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
+    slots: int = sys.maxsize  # of this worker's host pool, still to be said
     # The last request whose copy vLLM asked for, and its tokens on the device.
     asked: tuple[str, int] = ("", 0)
 
@@ -77,6 +80,13 @@ class FailedCopies:
         self.blocks.update(load.device)
         if load.beside:
             self.requests.add(load.request_id)
+
+    def give_up_save(self, save: Transfer) -> None:
+        """Note a save that was not made."""
+        self.unsaved.update(save.slots)
+        if save.beside:
+            assert save.number is not None
+            self.saves.append(save.number)
 
     def drain(self, backend: CopyBackend) -> None:
         """Wait for the copies beside steps, which are over then."""
@@ -87,6 +97,7 @@ class FailedCopies:
     def report(self, save_seconds: float = 0.0, load_seconds: float = 0.0) -> SwapReport | None:
         """A worker's report, with the time of the copies made; None if it is empty."""
         report = SwapReport(save_seconds, load_seconds, take(self.blocks), take(self.saves))
+        report.slots, self.slots = self.slots, sys.maxsize
         return report if report != SwapReport() else None
 
     def note(self, output: vllm_api.KVConnectorOutput) -> SwapReport | None:
@@ -168,8 +179,7 @@ def not_reset(self: Any) -> bool | None:
 def not_saved(self: Any, kv_connector_metadata: Any) -> None:
     saves = kv_connector_metadata.orders.saves
     for save in saves:
-        self.failed.unsaved.update(save.slots)
-    self.failed.saves += [save.number for save in saves if save.beside]
+        self.failed.give_up_save(save)
     saves.clear()
 
 

@@ -57,6 +57,7 @@ class Arrivals:
     predictions: PredictionFeed
     endings: Endings
     counters: Counters
+    most_kv_tokens: int  # that one request can have
     logs_blocks: bool  # jobs keep the hashes of their KV blocks, for the event log
 
     def prepare(self, request: Request) -> None:
@@ -76,6 +77,18 @@ class Arrivals:
             self.predictions.arrived(request.request_id)
         return arrival
 
+    def fit(self, job: Job, request: Request) -> bool:
+        """Whether a new request can ever fit into the KV cache. An answer that may grow too long
+        ends where the blocks do, as it would at `max_model_len`."""
+        room = self.most_kv_tokens - request.num_prompt_tokens + 1  # the last token needs no KV
+        params = request.sampling_params
+        if params is None or room < max(1, params.min_tokens):
+            return params is None
+        if request.max_tokens > room:
+            request.max_tokens = room
+            job.max_output_tokens = min(job.max_output_tokens, room)
+        return True
+
     def unread(self, request: Request) -> Job:
         """A job at the default level, for a request that could not be read."""
         return self.core.draft(
@@ -85,6 +98,16 @@ class Arrivals:
             hint=Hint(None, LevelSource.DEFAULT),
             awaits_prediction=False,
         )
+
+    def turn(self, job: Job, request: Request) -> None:
+        """A session has got its next input. A level that it states counts from now on; the text is
+        not read again."""
+        params = request.sampling_params
+        hint = self.core.read_hints(params.extra_args if params else None, request.priority)
+        if hint.problem:
+            self.counters.add("invalid_hints")
+        stated = stated_length(params)
+        self.core.turn(job, request.num_prompt_tokens, request.max_tokens, hint, stated)
 
     def arrived(self, arrival: Arrival, step: SchedulingStep | None, view: EngineView) -> None:
         """A request is in the queue; it, or others because of it, may end. Without a step it is

@@ -112,7 +112,9 @@ class Endings:
         if request is None or request.is_finished() or not self.can_end(request):
             return False
         if self._deferred is not None:
-            return self._deferred.setdefault(request_id, refusal) is refusal
+            is_new = request_id not in self._deferred
+            self._deferred.setdefault(request_id, refusal)
+            return is_new
         if self._scheduler.log_stats and not (request.num_output_tokens or request.num_preemptions):
             # Without this event vLLM would count the queue and prefill times of a request that
             # was never scheduled from the machine's boot.

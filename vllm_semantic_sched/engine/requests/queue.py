@@ -71,6 +71,14 @@ class SemanticRequestQueue(RequestQueue):
                 except Exception:
                     self._fall_back("queueing a request again")
 
+    def reposition(self, request: Request) -> None:
+        """Move a request to its place after its rank has changed; no-op if it is not here."""
+        if self._ordered and request.request_id in self._members:
+            try:
+                self._core.requeue(self._jobs[request.request_id], self._queue)
+            except Exception:
+                self._fall_back("moving a request")
+
     def peek_request(self) -> Request:
         if self._peeked is None:  # else it was found a moment ago, when vLLM asked for the truth
             self._peeked = self._head()

@@ -33,7 +33,7 @@ class EngineSettings(Section):
 SWAP_CONNECTOR = {
     "kv_connector": "SemanticSwapConnector",
     "kv_connector_module_path": "vllm_semantic_sched.engine.kv_swap",
-    "kv_role": "kv_both",
+    "kv_role": "kv_producer",
 }
 """What vLLM's `--kv-transfer-config` needs to use the swap connector."""
 

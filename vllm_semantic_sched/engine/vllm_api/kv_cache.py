@@ -1,5 +1,6 @@
 """vLLM's KV cache: blocks, connectors, copies."""
 
+import bisect
 import itertools
 from collections.abc import Callable, Collection
 from typing import Any
@@ -200,3 +201,26 @@ def block_copy_and_pin() -> tuple[Callable[..., Any], Callable[..., Any]]:
     from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
 
     return _custom_ops.swap_blocks_batch, pin_tensor
+
+
+def most_kv_tokens(scheduler: Scheduler) -> int:
+    """Tokens whose KV fits if one request holds all blocks, at most `max_model_len`."""
+    manager, blocks = scheduler.kv_cache_manager, total_kv_blocks(scheduler)
+
+    def too_large(tokens: int) -> bool:
+        needed = manager.coordinator.get_num_blocks_to_allocate(
+            request_id="",
+            num_tokens=tokens,
+            new_computed_blocks=manager.empty_kv_cache_blocks.blocks,
+            num_encoder_tokens=0,
+            total_computed_tokens=0,
+            num_local_computed_tokens=0,
+            num_tokens_main_model=tokens,
+            apply_admission_cap=True,
+            prefill_end=tokens,
+        )
+        return needed > blocks
+
+    ahead = scheduler.num_lookahead_tokens  # of drafts
+    most = bisect.bisect_left(range(scheduler.max_model_len + ahead + 1), True, key=too_large) - 1
+    return max(0, most - ahead)

@@ -26,6 +26,9 @@ class HookedScheduler(Scheduler):
     def before_free(self, request: Request) -> None:
         """Called when a request has finished, before vLLM frees its resources."""
 
+    def after_turn(self, request: Request) -> None:
+        """Called when a session with streamed input has got its next input."""
+
     def preprocess_request(self, request: Request) -> None:
         """Called where vLLM has just built a request: in a server on the input thread, beside the
         model's steps. Must not raise."""
@@ -56,6 +59,10 @@ class HookedScheduler(Scheduler):
             # vLLM drops stale output when it resets the cache, and then no KV may be kept.
             self.before_preemption(request, keep_kv=not drop_stale_output)
             super()._preempt_request(request, timestamp, drop_stale_output, **kwargs)
+
+    def _update_request_as_session(self, session: Request, *args: Any, **kwargs: Any) -> None:
+        super()._update_request_as_session(session, *args, **kwargs)
+        self.after_turn(session)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self.before_free(request)

@@ -1,6 +1,8 @@
 """vLLM's servers: their authentication, engines, device and model."""
 
+import argparse
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +58,38 @@ def shares_host(vllm_config: VllmConfig) -> bool:
     return max(parallel.data_parallel_size, parallel.elastic_ep_max_dp_size) > 1
 
 
+async def pause(engine_client: Any, mode: str) -> None:
+    """Stop starting requests, and wait until nothing runs any more; `mode`: `wait` or `keep`. New
+    requests join the queue: `pause_generation` refuses them from vLLM 0.33 on, if running ones may
+    finish."""
+    await engine_client.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+
+
+def why_refused(vllm_config: VllmConfig) -> str | None:
+    """Why an engine must not run with another scheduler than vLLM's own, and what to do; None if it
+    may."""
+    if vllm_config.model_config.is_diffusion:
+        return (
+            "diffusion language models need a scheduler of vLLM's own: start the server without "
+            "--scheduler-cls"
+        )
+    return None
+
+
+def why_unordered(vllm_config: VllmConfig) -> str | None:
+    """Why the order of requests must not depend on time in an engine, and what to do; None if it
+    may."""
+    parallel = vllm_config.parallel_config
+    backend = parallel.distributed_executor_backend
+    if backend == "external_launcher" and parallel.world_size > 1:
+        return (
+            "with the executor external_launcher every rank schedules by itself, and ranks that "
+            "decide by their own clocks diverge and hang: use the executor mp or ray, or the "
+            "policy fcfs"
+        )
+    return None
+
+
 class Hardware(NamedTuple):
     """The device of an engine."""
 
@@ -90,3 +124,40 @@ def describe_model(config: VllmConfig) -> tuple[int, dict[str, Any]]:
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
         "quantization": model.quantization,
     }
+
+
+def serve_arguments(options: Sequence[str]) -> argparse.Namespace:
+    """The options of `vllm serve`, the model first, as vLLM parses them. Raises ValueError or
+    SystemExit if they are wrong."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()  # type: ignore[no-untyped-call]
+    ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    arguments: argparse.Namespace = parser.parse_args(["serve", *options])
+    return arguments
+
+
+def config_of_server(options: Sequence[str]) -> VllmConfig:
+    """The configuration with which `vllm serve` would start engines; reads, and if need be fetches,
+    the model's configuration. Raises what vLLM raises if it refuses the options."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    arguments = serve_arguments(options)
+    if getattr(arguments, "model_tag", None) is not None:
+        arguments.model = arguments.model_tag
+    engine = AsyncEngineArgs.from_cli_args(arguments)
+    return engine.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+
+
+def why_no_kv_connector(config: VllmConfig, name: str) -> str | None:
+    """Why the engine of a configuration would not run the KV connector that it was made with; None
+    if it would."""
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.kv_connector != name:  # --kv-offloading-size replaces it
+        other = None if transfer is None else transfer.kv_connector
+        return f"another option chooses the KV connector {other}"
+    if config.model_config.is_encoder_decoder:  # the scheduler asserts that
+        return "vLLM runs encoder-decoder models without KV connectors"
+    return None

@@ -50,7 +50,11 @@ class Annotator:
         read gets the default level and length."""
         policy = self.policy
         hint = read_hints(
-            request.get("vllm_xargs"), request.get("priority"), policy.hints, policy.levels
+            request.get("vllm_xargs"),
+            request.get("priority"),
+            policy.hints,
+            policy.levels,
+            policy.default_level,
         )
         given = request.get("text")
         text = given if isinstance(given, str) else "\n".join(read_user(request)[0])

@@ -15,9 +15,11 @@ class Hints(Section):
     urgency: Literal["honor", "cap", "ignore"] = "honor"
     """`vllm_xargs: {urgency: N}`: `honor` uses it, `cap` uses it but no more urgent than
     `most_urgent_level`, `ignore` does not read it."""
-    priority: Literal["honor", "cap", "ignore"] = "honor"
-    """vLLM's own `priority` field and the X-Vllm-Priority header, read as an urgency level when not
-    0 (vLLM cannot tell 0 from unset); same choices as `urgency`."""
+    priority: Literal["honor", "cap", "ignore", "vllm"] = "honor"
+    """vLLM's own `priority` field and the X-Vllm-Priority header, when not 0 (vLLM cannot tell 0
+    from unset). `honor`, `cap` and `ignore` read it as an urgency level, as in `urgency`. `vllm`
+    keeps vLLM's meaning, the lowest number first: -1 is one level more urgent than `default_level`,
+    1 one level less, and so on to the first and the last level."""
     most_urgent_level: int = Field(0, ge=0)
     """With `cap`: the most urgent level that a hint can claim."""
 

@@ -168,10 +168,12 @@ def level_worth(policy: Policy) -> LevelWorth:
     return LevelWorth(tuple(reversed(worth)), tuple(factor * each for each in reversed(worth)))
 
 
-def read_hints(extra_args: Any, priority: Any, hints: Hints, levels: int) -> Hint:
+def read_hints(
+    extra_args: Any, priority: Any, hints: Hints, levels: int, default_level: int
+) -> Hint:
     """Read an explicit urgency from a request's `vllm_xargs`, else a nonzero priority (vLLM's: 0
     and unset look the same). Clients are untrusted: both may be of any type, and nothing is
-    raised. `levels`: of the policy."""
+    raised. `levels`, `default_level`: of the policy."""
     problem = None
     if hints.urgency != "ignore" and isinstance(extra_args, dict) and "urgency" in extra_args:
         level = _as_level(sent := extra_args["urgency"])
@@ -182,7 +184,8 @@ def read_hints(extra_args: Any, priority: Any, hints: Hints, levels: int) -> Hin
         problem = f"urgency {text} is not a level; valid: 0 to {levels - 1}"
     if hints.priority != "ignore" and isinstance(priority, int) and priority != 0:
         # vLLM's priorities are unbounded: use the nearest level.
-        level = _capped(min(max(priority, 0), levels - 1), hints.priority, hints)
+        level = default_level + priority if hints.priority == "vllm" else priority
+        level = _capped(min(max(level, 0), levels - 1), hints.priority, hints)
         return Hint(level, LevelSource.PRIORITY, problem)
     return Hint(None, LevelSource.DEFAULT, problem)
 

@@ -22,16 +22,18 @@ class Code(enum.Enum):
     TENANT_OVER_SHARE = "tenant_over_share"
     QUEUE_TIMEOUT = "queue_timeout"
     DROPPED = "dropped"
+    TOO_LARGE = "too_large"
 
     @property
     def status(self) -> int:
         """HTTP status."""
-        return {Code.QUEUE_TIMEOUT: 408, Code.DROPPED: 503}.get(self, 429)
+        return {Code.QUEUE_TIMEOUT: 408, Code.DROPPED: 503, Code.TOO_LARGE: 400}.get(self, 429)
 
     @property
     def retryable(self) -> bool:
-        """Whether the client should send the request again: not if a newer one replaced it."""
-        return self is not Code.SUPERSEDED
+        """Whether the client should send the request again: not if a newer one replaced it
+        or it never fits."""
+        return self not in (Code.SUPERSEDED, Code.TOO_LARGE)
 
 
 _SENTENCE = re.compile(
@@ -39,7 +41,12 @@ _SENTENCE = re.compile(
     r"retry after (?P<seconds>\d+) s\)",
     re.DOTALL,
 )
-_TYPE = {408: "timeout_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+_TYPE = {
+    400: "invalid_request_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
 FINISH_REASON = "error"  # of a refused request
 
 
@@ -110,6 +117,10 @@ DROPPED = Refusal(
     "more than sending it again, or it had its share of preemptions.",
 )
 """For a request whose tier may be dropped (`tiers[].drop`)."""
+
+TOO_LARGE = Refusal(
+    Code.TOO_LARGE, "The prompt and the shortest answer need more KV cache than this server has."
+)
 
 
 def refusal_of(output: Any) -> Refusal | None:
