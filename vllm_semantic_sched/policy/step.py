@@ -1,6 +1,7 @@
 """One scheduling step: every decision before the engine runs, in the order of `SchedulingStep.run`.
 Engine and simulator both call it, and differ in what answers its questions (`view.EngineView`)."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar, TypeVarTuple
@@ -202,14 +203,18 @@ class SchedulingStep:
         core.eviction.clearing = None
         if idle:
             return
-        if core.with_kv and not view.is_paused():
-            loaded = view.loaded()
+        loaded = view.loaded() if core.with_kv and not view.is_paused() else ()
+        if loaded:
             free = view.free_seats() + len(loaded)
             self._preempt(view, core.eviction.claim_seats(loaded, free, view))
         if core.eviction.wants_room and not view.is_paused():
+            head = core.waiting.peek()
+            # Those behind the head leave it the next seat (`_keep_seats`).
+            level = math.inf if head is None else head.effective_level
+            seats = view.free_seats() + sum(job.effective_level > level for job in loaded)
             blocks = view.free_blocks() + view.coming_blocks()
             prefill_tokens = view.token_budget() - len(core.running)
-            self._preempt(view, core.eviction.plan(view, view.free_seats(), blocks, prefill_tokens))
+            self._preempt(view, core.eviction.plan(view, seats, blocks, prefill_tokens))
         self._keep_seats(view)
 
     def _preempt(self, view: EngineView, victims: Mapping[Job, Job]) -> None:
