@@ -167,7 +167,7 @@ def test_sizes_without_a_measurement_lie_between_those_with() -> None:
             scale.observe_step(Batch(decodes=count), truth.step(Batch(decodes=count)))
     found = [scale.profile.step(Batch(decodes=count)) for count in range(1, SEATS + 1)]
     for count in (1, SEATS):
-        assert found[count - 1] == pytest.approx(truth.step(Batch(decodes=count)), rel=0.02)
+        assert found[count - 1] == pytest.approx(truth.step(Batch(decodes=count)), rel=0.03)
     assert found == sorted(found) and found[1] < found[SEATS // 2] < found[-1]
 
 
