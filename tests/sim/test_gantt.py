@@ -50,7 +50,9 @@ def test_one_request_with_too_many_bars_is_cut() -> None:
 def test_simulator_says_when_requests_were_held() -> None:
     """Its holds lie within their seats and last as long as the seats say."""
     (scenario,) = parse_scenarios(
-        SMALL | {"engine": SMALL["engine"] | {"profile": "cpu-2core-small"}}
+        SMALL
+        | {"engine": SMALL["engine"] | {"profile": "cpu-2core-small"}}
+        | {"overrides": {"protect": {"level": 0, "price": 0.2}}}  # so that some holds pay
     )
     outcome = run_task(tasks_of([scenario])[0])
     seats = [span for span in outcome.spans if span.end_kind != HELD]

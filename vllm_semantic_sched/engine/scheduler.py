@@ -174,7 +174,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                 self.guard.failed("admitting a request")
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        begin = time.perf_counter()
+        begin = time.monotonic()
         with self.guard("timing steps"):
             self.samples.next_begins(begin)
         self._adopt_policy()
@@ -186,7 +186,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                 if (waits := self.core.lifecycle.waits) is not None:
                     waits.because(self.view.why_waiting(output))
                 self._sample(output, begin)
-                self.counters.observe("schedule_seconds", time.perf_counter() - begin)
+                self.counters.observe("schedule_seconds", time.monotonic() - begin)
             return output
         try:
             output = super().schedule(*args, **kwargs)
@@ -200,7 +200,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             with self.guard("ending requests"):
                 self._endings.end_deferred()
             with self.guard("timing steps"):
-                self.counters.observe("schedule_seconds", time.perf_counter() - begin)
+                self.counters.observe("schedule_seconds", time.monotonic() - begin)
         with self.guard("looking for requests that were passed over"):
             if output.total_num_scheduled_tokens < self.max_num_scheduled_tokens:
                 self.step.tokens_left(self.view)
@@ -208,8 +208,8 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             if not output.total_num_scheduled_tokens and self.core.protection.held:
                 self.step.achieved_nothing()
                 self.counters.add("policy_errors", "filling a step")
-            batch = batch_of(output, self.requests, self.num_spec_tokens, self.view.tokens_held())
-            self.step_clock.scheduled(output, batch, time.monotonic())
+            batch = batch_of(output, self.requests, self.num_spec_tokens)
+            self.step_clock.scheduled(output, batch, begin)
             self._sample(output, begin)
         return output
 
@@ -250,6 +250,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         with self.guard("timing steps"):
             if not self.requests:
                 self.samples.idle()
+                self.step_clock.idle()
         return outputs
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
@@ -271,6 +272,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)
         with self.guard("stopping the clock"):
+            self.step_clock.idle()
             if pause_state is PauseState.UNPAUSED:
                 self.clock.resume()
             else:
@@ -358,6 +360,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         elif self.observing and not policy.observe:
             self.view.take_over()
         self.observing = policy.observe
+        self.step_clock.idle()  # it does not time steps that are only observed
         self.core.adopt(policy, self.core.estimates.scale.given if profile is None else profile)
 
     def _adopt_policy(self) -> None:

@@ -52,12 +52,6 @@ class VllmView:
 
     # Questions, see `EngineView`
 
-    def tokens_held(self) -> int:
-        """About how many tokens running requests have KV of: whole blocks, O(1)."""
-        scheduler = self.scheduler
-        used = vllm_api.total_kv_blocks(scheduler) - vllm_api.free_kv_blocks(scheduler)
-        return used * scheduler.block_size // vllm_api.kv_cache_groups(scheduler)
-
     def observe(self, job: Job) -> None:
         request = self._request(job)
         job.computed = request.num_computed_tokens

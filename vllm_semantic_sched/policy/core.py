@@ -9,7 +9,12 @@ from vllm_semantic_sched.policy.config.order import Aging, Tenants
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.estimates.decision import Hint, read_hints
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
-from vllm_semantic_sched.policy.eviction.retention import HostRoom, PreemptionPlan, plan_preemption
+from vllm_semantic_sched.policy.eviction.retention import (
+    HostRoom,
+    PreemptionKind,
+    PreemptionPlan,
+    plan_preemption,
+)
 from vllm_semantic_sched.policy.eviction.victims import Eviction
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import (
@@ -64,7 +69,7 @@ class SchedulingCore:
         self.policy = policy
         self.estimates = Estimator(policy, profile)
         self.estimates.buckets = buckets
-        self.protection = Protection(policy.protect)
+        self.protection = Protection(policy.protect, lambda: self.estimates.scale.certain)
         self.seating = Seating(policy, self.estimates)
         self.waiting, self.holdings = self.seating.waiting, self.seating.holdings
         self.running = RunningSet(step_seconds=profile.gamma2)
@@ -337,6 +342,8 @@ class SchedulingCore:
         job.preemption_seconds += plan.seconds
         if reason == URGENT:
             job.urgent_preemptions += 1
+            if plan.kind is not PreemptionKind.DROP:
+                self.protection.spend(plan.seconds)
         limits = self.policy.preemption
         if limits.after_limit == "promote" and job.urgent_preemptions >= limits.max_per_request:
             job.limit_boost = 1.0

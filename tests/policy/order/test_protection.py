@@ -7,6 +7,11 @@ from jobs import make_job
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.order import Protect
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.estimates.decision import Hint
+from vllm_semantic_sched.policy.eviction.retention import HostRoom
+from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
+from vllm_semantic_sched.policy.facts.job import LevelSource
 from vllm_semantic_sched.policy.order.protection import WINDOW, Budget, Protection
 from vllm_semantic_sched.policy.profile.formula import Batch, BatchTerms, EngineProfile
 
@@ -27,18 +32,20 @@ PROFILE = EngineProfile(
 WORTH = (72.0, 6.0, 1.0, 1.0, 1.0)
 
 
-def decoding(name: str, level: int):
-    job = make_job(level, request_id=name, prompt_tokens=10)
-    job.computed = 10
+def decoding(name: str, level: int, context: int = 10):
+    job = make_job(level, request_id=name, prompt_tokens=context)
+    job.computed = context
     return job
 
 
-def choose(protection: Protection, urgent: int, levels, waiting: float = 0.0):
-    """Those held beside `urgent` level-0 decodes, of others of these levels."""
-    others = [decoding(f"o{n}", level) for n, level in enumerate(levels)]
+def choose(
+    protection: Protection, urgent: int, levels, waiting: float = 0.0, profile=PROFILE, context=10
+):
+    """Those held beside `urgent` level-0 decodes, of others of these levels and context."""
+    others = [decoding(f"o{n}", level, context) for n, level in enumerate(levels)]
     losing = urgent * WORTH[0] + sum(WORTH[level] for level in levels) + waiting
     certain = Batch(decodes=urgent, context=10 * urgent)
-    return protection.choose(certain, others, WORTH, urgent * WORTH[0], losing, PROFILE)
+    return protection.choose(certain, others, WORTH, urgent * WORTH[0], losing, profile)
 
 
 def test_everybody_is_held_where_nobody_loses_much() -> None:
@@ -74,6 +81,73 @@ def test_a_step_that_costs_more_than_is_left_is_not_held() -> None:
     protection = Protection(Protect(level=0))
     protection.budget.spend(protection.budget.total - 0.001)
     assert not choose(protection, urgent=50, levels=[4] * 50)
+
+
+@pytest.mark.parametrize("context", [10, 5000, 50_000])
+def test_long_context_makes_holds_gain_more_and_cost_the_same(context) -> None:
+    """A later step has to read it: what is lost is the fixed time alone."""
+    terms = PROFILE.batch_terms.model_copy(update={"per_context_token": 1e-6})
+    protection = Protection(Protect(level=0))
+    profile = PROFILE.model_copy(update={"batch": terms})
+    assert len(choose(protection, 1, [4] * 15, profile=profile, context=context)) == 15
+    assert protection.budget.recent == pytest.approx(0.011 - 0.026 / 16)
+
+
+def test_nobody_is_held_while_the_profile_is_uncertain() -> None:
+    certain = False
+    protection = Protection(Protect(level=0), lambda: certain)
+    assert not protection.begin_step(0.0, busy=True)
+    certain = True
+    assert protection.begin_step(0.01, busy=True)
+
+
+def test_preemptions_for_urgent_jobs_use_up_the_budget() -> None:
+    protection = Protection(Protect(level=0))
+    assert protection.begin_step(0.0, busy=True)
+    protection.budget.spend(0.1 * protection.budget.total)
+    protection.spend(protection.budget.total)
+    assert not protection.begin_step(0.01, busy=True)
+    assert not choose(protection, urgent=1, levels=[4] * 15)
+    # What holds cost is told apart.
+    assert protection.budget.share == pytest.approx(0.1 * protection.budget.price)
+    protection.begin_step(1.1 * WINDOW, busy=True)
+    assert protection.budget.left == pytest.approx(protection.budget.total)
+    assert protection.budget.share == 0.0
+
+
+def test_preemptions_cost_nothing_where_nobody_is_protected() -> None:
+    protection = Protection(Protect())
+    protection.spend(10.0)
+    assert protection.budget.recent == 0.0
+
+
+@pytest.mark.parametrize(
+    ("reason", "host", "charged"),
+    [("urgent", None, 1.0), ("kv_shortage", None, 0.0), ("urgent", HostRoom(16, 1000), 0.002)],
+)
+def test_core_charges_what_an_urgent_preemption_computes_again(reason, host, charged) -> None:
+    policy = parse_policy({"predictor": {"enabled": False}, "protect": {"level": 0}})
+    core = SchedulingCore(policy, PROFILE)
+    core.set_capacity(EngineCapacity(4, 1000, 16))
+    hint = Hint(4, LevelSource.HINT)
+    job = core.arrive(core.draft("r", 1000, 100, hint, awaits_prediction=False), 0.0)
+    core.enqueue(job, core.waiting)
+    core.take(job, core.waiting)
+    core.start(job)
+    job.computed = 1000
+    core.preempt(job, core.plan_preemption(job, host), reason)
+    assert core.protection.budget.recent == pytest.approx(charged)
+
+
+def test_core_pauses_holds_until_steps_agree_with_the_profile() -> None:
+    policy = parse_policy({"predictor": {"enabled": False}, "protect": {"level": 0}})
+    core, batch = SchedulingCore(policy, PROFILE), Batch(decodes=4)
+    assert core.protection.begin_step(0.0, busy=True)
+    core.estimates.observe_step(batch, 3 * PROFILE.step(batch))
+    assert not core.protection.begin_step(0.1, busy=True)
+    for _ in range(100):
+        core.estimates.observe_step(batch, 3 * PROFILE.step(batch))
+    assert core.protection.begin_step(0.2, busy=True)
 
 
 def test_only_the_own_level_protects_and_age_keeps_from_being_held() -> None:

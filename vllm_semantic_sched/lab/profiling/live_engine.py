@@ -138,15 +138,19 @@ class LiveEngine:
         schedule, update = scheduler.schedule, scheduler.update_from_output
 
         def timed_schedule(*args: Any, **kwargs: Any) -> Any:
+            begin = time.monotonic()
             output = schedule(*args, **kwargs)
-            clock.scheduled(output, batch_of(output, scheduler.requests), time.perf_counter())
+            clock.scheduled(output, batch_of(output, scheduler.requests), begin)
             return output
 
         def timed_update(output: Any, *args: Any, **kwargs: Any) -> Any:
-            step = clock.finished(output, time.perf_counter())
+            step = clock.finished(output, time.monotonic())
             if step is not None and step[0].sequences:
                 self._steps.append(Step(*step))
-            return update(output, *args, **kwargs)
+            found = update(output, *args, **kwargs)
+            if not scheduler.requests:
+                clock.idle()
+            return found
 
         scheduler.schedule = timed_schedule
         scheduler.update_from_output = timed_update

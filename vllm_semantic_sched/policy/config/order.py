@@ -133,8 +133,8 @@ class Protect(Section):
     level: int | None = Field(None, ge=0)
     """Requests of this and more urgent levels are protected. Unset: no holds."""
     price: float = Field(0.05, ge=0, lt=1)
-    """Most of the engine's time, as a share of any minute of work, that holds may cost. 0: no
-    holds."""
+    """Most of the engine's time, as a share of any minute of work, that holds may cost, less what
+    preemptions for urgent requests cost. 0: no holds."""
     worth: float | None = Field(None, gt=0)
     """Seconds of requests of the last level that a second gained at level 0 is worth; other levels
     in proportion. Unset: by `decision.missed_cost`. The higher, the longer the queue under which

@@ -4,16 +4,17 @@ A held request keeps its seat and its KV and gets no token; prefills and admissi
 held while the next waiting request can start: its longer steps would take back what was gained.
 
 **Worth.** A step with holds is shorter, and each request in it gains that. It computes fewer tokens
-for the same fixed time: its loss is its own time less what its tokens cost in a full step, by which
-all requests, running and waiting, are later. Weighted by urgency (`decision.level_worth`), the
-difference is made largest.
+for the same fixed time: its loss is its time less what its tokens cost in a full step, by which all
+requests, running and waiting, are later. The context of held requests is no loss: a later step
+reads it instead. Weighted by urgency (`decision.level_worth`), the difference is made largest.
 
-**Price.** Over any `WINDOW` seconds of engine time, at most `price` of that time is lost. The less
-of it is left, the more a step must be worth.
+**Price.** Over any `WINDOW` seconds of engine time, holds lose at most `price` of that time, less
+what preemptions for urgent requests cost. The less of it is left, the more a step must be worth.
+Nobody is held while measured steps contradict the profile that tells losses.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vllm_semantic_sched.policy.config.order import Protect
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
@@ -26,13 +27,14 @@ _SLOT = 0.25  # engine seconds whose losses are kept as one number
 
 
 class Budget:
-    """Engine seconds that holds have cost, and may still cost. O(1) per step."""
+    """Engine seconds that urgency has cost, and that holds may still cost. O(1) per step."""
 
     def __init__(self, price: float) -> None:
         self.price = price  # most of any `WINDOW` that may be lost, as a share
         self.worked = 0.0  # engine seconds in all
         self.recent = 0.0  # seconds lost in the last `WINDOW`
-        self._slots: deque[list[float]] = deque()  # [when it ends, loss]
+        self.held = 0.0  # those of them that holds cost
+        self._slots: deque[tuple[float, list[float]]] = deque()  # when it ends, both losses
 
     @property
     def total(self) -> float:
@@ -40,8 +42,8 @@ class Budget:
 
     @property
     def share(self) -> float:
-        """Share of the last `WINDOW` seconds of engine time that was lost, 0 to 1."""
-        return self.recent / WINDOW
+        """Share of the last `WINDOW` seconds of engine time that holds cost, 0 to `price`."""
+        return self.held / WINDOW
 
     @property
     def left(self) -> float:
@@ -52,22 +54,34 @@ class Budget:
         self.worked += seconds
         slots = self._slots
         while slots and slots[0][0] <= self.worked - WINDOW:
-            self.recent -= slots.popleft()[1]
+            _, (lost, held) = slots.popleft()
+            self.recent -= lost
+            self.held -= held
         if not slots:
-            self.recent = 0.0  # without what rounding left
+            self.recent = self.held = 0.0  # without what rounding left
 
-    def spend(self, seconds: float) -> None:
+    def spend(self, seconds: float, by_holds: bool = True) -> None:
+        """Count a loss, by holds or by preemptions."""
+        held = seconds if by_holds else 0.0
         self.recent += seconds
+        self.held += held
         if not self._slots or self._slots[-1][0] <= self.worked:
-            self._slots.append([self.worked + _SLOT, 0.0])
-        self._slots[-1][1] += seconds
+            self._slots.append((self.worked + _SLOT, [0.0, 0.0]))
+        losses = self._slots[-1][1]
+        losses[0] += seconds
+        losses[1] += held
 
 
 class Protection:
-    """Decides which jobs are held and for how long."""
+    """Decides which jobs are held and for how long.
 
-    def __init__(self, knobs: Protect) -> None:
+    Args:
+        certain: whether the profile tells what holds cost.
+    """
+
+    def __init__(self, knobs: Protect, certain: Callable[[], bool] = lambda: True) -> None:
         self.knobs = knobs
+        self._certain = certain
         self.unsafe = False  # whether this engine cannot hold requests
         self.held: dict[Job, None] = {}  # in the present step
         self.budget = Budget(knobs.price)
@@ -102,7 +116,13 @@ class Protection:
             self.budget.work(max(0.0, now - self._last))
         self._last = now
         futile, self._futile = self._futile, False
-        return not futile and self.budget.left > 0
+        affordable = self.budget.left > 0 and self._certain()
+        return affordable and not futile
+
+    def spend(self, seconds: float) -> None:
+        """Charge engine time that a preemption for an urgent job costs."""
+        if self.enabled:
+            self.budget.spend(seconds, by_holds=False)
 
     def achieved_nothing(self) -> None:
         """The step with holds computed no token: hold nobody in the next one."""
@@ -127,10 +147,13 @@ class Protection:
             gaining: the same for all requests in the step that run in any case.
             losing: the same of a second that all requests lose, running and waiting.
         """
-        left = self.budget.left
+        if (left := self.budget.left) <= 0:
+            return ()
         count = certain.decodes + len(others)
         context = certain.context + sum(job.tokens for job in others)
         full = profile.step_decode(Batch(decodes=count, context=context))
+        fixed = profile.batch_terms.sequences
+        per_token = fixed(count) / count if count else 0.0
         loss_worth = losing * self.budget.total / left
         best, cost, most, held = 0, 0.0, 0.0, 0
         gaining += sum(worth[job.level] for job in others)
@@ -140,7 +163,7 @@ class Protection:
                 context -= job.tokens
                 gaining -= worth[job.level]
             seconds = profile.step_decode(Batch(decodes=count - held, context=context))
-            loss = max(0.0, seconds - full * (count - held) / count)
+            loss = max(0.0, fixed(count - held) - per_token * (count - held))
             value = gaining * (full - seconds) - loss_worth * loss
             if value > most and loss <= left:
                 best, cost, most = held, loss, value
