@@ -12,15 +12,18 @@ if TYPE_CHECKING:
 
 class EmulatedCopies(CopyBackend):
     """Copies take the profile's time on a queue of their own, and move what the blocks stand
-    for. `block_size`: tokens of a block of the first group."""
+    for."""
 
-    def __init__(self, runner: "Runner", block_size: int) -> None:
+    def __init__(self, runner: "Runner") -> None:
         super().__init__()
-        self._runner, self._block_size = runner, block_size
+        self._runner = runner
+        groups = runner.sanitizer.groups
+        # A token has a place in a block of each group.
+        self._tokens_per_block = groups[0].block_size / len(groups)
 
     def _copy(self, what: str, device: Blocks, host: Slots, beside: bool = False) -> HasEnded:
         runner, clock = self._runner, self._runner.clock
-        tokens = len(device) * self._block_size
+        tokens = round(len(device) * self._tokens_per_block)
         price = runner.profile.save if what == "save" else runner.profile.load
         seconds = price(tokens)
         self._seconds[what] += seconds

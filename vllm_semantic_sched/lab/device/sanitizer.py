@@ -270,7 +270,7 @@ class Sanitizer:
         for place in range(start // size, -(-end // size)):
             number, at = table.blocks[group][place], place * size
             if number == NULL_BLOCK:
-                continue  # the tokens are outside the window already
+                raise self._error(f"has no block for token {max(start, at)}", table.request)
             block = self._block(number)
             self._arrived(block, number, table.request)
             self._free_of_copies(block, number, "writes", table.request)

@@ -8,11 +8,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import yaml
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms.cpu import CpuPlatform
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, core
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
@@ -127,7 +129,7 @@ class VirtualEngine:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             stack.enter_context(_virtual_clock(self.clock))
             self.core = _make_core(self.config, folder)
-            stack.callback(self.core.shutdown)
+            stack.callback(_shut_down, self.core)
             self._stack = stack.pop_all()
         worker = self.core.model_executor.driver_worker.worker
         self.runner = worker.runner
@@ -299,7 +301,26 @@ def _make_core(config: EngineConfig, folder: Path) -> EngineCore:
         **(given | config.options),
     )
     vllm_config = arguments.create_engine_config()
-    return EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=True)
+    with _quick_start():
+        return EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=True)
+
+
+@contextmanager
+def _quick_start() -> Iterator[None]:
+    """Leave out what only a process of its own needs, and takes a second: a frozen heap, and
+    kernels that nobody launches."""
+    with (
+        patch.object(core, "freeze_gc_heap", lambda: None),
+        patch.object(CpuPlatform, "register_triton_kernel_overrides", lambda platform: None),
+    ):
+        yield
+
+
+def _shut_down(engine: EngineCore) -> None:
+    """As vLLM does, without collecting garbage."""
+    engine.structured_output_manager.clear_backend()
+    engine.model_executor.shutdown()
+    engine.scheduler.shutdown()
 
 
 def _policy(config: EngineConfig) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class EmulatedWorker(WorkerBase):
         if self._trace is not None:
             self.runner.finished_step = self._write
         if self.vllm_config.kv_transfer_config is not None:
-            self._connect(config, groups)
+            self._connect(config)
 
     def _limits(self) -> Limits:
         scheduler, end = self.scheduler_config, self.model_config.hf_text_config.eos_token_id
@@ -126,13 +126,13 @@ class EmulatedWorker(WorkerBase):
             self.lora_config.max_loras if self.lora_config else 0,
         )
 
-    def _connect(self, config: KVCacheConfig, groups: list[Group]) -> None:
+    def _connect(self, config: KVCacheConfig) -> None:
         self.connector = KVConnectorFactory.create_connector(
             self.vllm_config, KVConnectorRole.WORKER, config
         )
         for one in getattr(self.connector, "sub_connectors", [self.connector]):
             if isinstance(one, SemanticSwapConnector) and one.slots:
-                one.backend = EmulatedCopies(self.runner, groups[0].block_size)
+                one.backend = EmulatedCopies(self.runner)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         return CompilationTimes(0.0, 0.0)
