@@ -9,14 +9,17 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm_semantic_sched.engine.startup.settings import SWAP_CONNECTOR
 from vllm_semantic_sched.lab.device.load import Lengths, LoadConfig, LoadRequest, draw_load
 from vllm_semantic_sched.lab.device.sanitizer import DeviceError
 from vllm_semantic_sched.lab.device.virtual import EngineConfig, VirtualEngine
+from vllm_semantic_sched.policy.config import parse_policy
 
+_EVEN = (1, 1, 1, 1, 1)
 _PROMPTS, _ANSWERS = Lengths(5.0, 0.8, 3, 700), Lengths(3.8, 0.8, 1, 250)
 
 
@@ -28,6 +31,7 @@ class Case:
     engine: EngineConfig
     load: list[LoadRequest]
     disturbances: list[tuple[float, str]]
+    random_holds: bool  # of those that may be held, instead of those that pay
 
     @property
     def name(self) -> str:
@@ -38,19 +42,24 @@ class Case:
         words += [f"{engine.seats} seats, {engine.blocks} blocks, budget {engine.budget}"]
         words += ["prefix cache"] * engine.prefix_cache
         words += [f"swap {engine.swap_gib:g} GiB"] if engine.swap_gib else []
+        words += ["swap in a MultiConnector"] * (engine.connector is not None)
         words += sorted({what for _, what in self.disturbances})
+        words += ["random holds"] * self.random_holds
         words += ["clients leave"] * any(one.abort for one in self.load)
         return ", ".join(words)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case that passed."""
+    """What happened in a case that passed. `left`: clients; of our scheduler, `held`: steps with
+    holds, `preempted`: requests, `loaded`: seconds of loads of their KV."""
 
     requests: int
     steps: int
-    preempted: int  # requests whose prefill was computed again or loaded
-    left: int  # clients
+    left: int
+    held: int = 0
+    preempted: int = 0
+    loaded: float = 0.0
 
 
 def draw_case(number: int, requests: int = 60, schedulers: tuple[str, ...] = ()) -> Case:
@@ -60,6 +69,7 @@ def draw_case(number: int, requests: int = 60, schedulers: tuple[str, ...] = ())
     scheduler = chance.choice(schedulers or ours)
     prefix_cache = chance.random() < 0.5
     swap = chance.choice((None, 0.02, 0.5)) if scheduler == "semantic" else None
+    multi = swap is not None and chance.random() < 0.3
     sliding = chance.random() < 0.3
     engine = EngineConfig(
         scheduler=scheduler,
@@ -71,7 +81,8 @@ def draw_case(number: int, requests: int = 60, schedulers: tuple[str, ...] = ())
         budget=chance.choice((64, 256, 2048)),
         max_model_len=1024,
         prefix_cache=prefix_cache,
-        swap_gib=swap,
+        swap_gib=None if multi else swap,
+        connector=_multi_connector(swap) if multi and swap is not None else None,
         host_seconds=chance.choice((0.0, 0.001)),
         noise=chance.choice((0.0, 0.2)),
         shape="sliding-8b" if sliding else "llama-3.1-8b",
@@ -79,14 +90,14 @@ def draw_case(number: int, requests: int = 60, schedulers: tuple[str, ...] = ())
     )
     shared = chance.choice((0, 2)) if prefix_cache else 0
     rate = chance.choice((5.0, 20.0, 100.0))
-    config = LoadConfig(requests, rate, number, prompts=_PROMPTS, answers=_ANSWERS)
+    config = LoadConfig(requests, rate, number, _EVEN, _PROMPTS, _ANSWERS)
     load = draw_load(replace(config, prefixes=shared, prefix_tokens=48))
     if chance.random() < 0.5:
         load = [_leaving(one, chance) if chance.random() < 0.2 else one for one in load]
     kinds = [what for what in _DISTURBANCES if chance.random() < 0.3]
     last = load[-1].arrival + 1.0
     disturbances = [(chance.uniform(0, last), what) for what in kinds for _ in range(3)]
-    return Case(number, engine, load, sorted(disturbances))
+    return Case(number, engine, load, sorted(disturbances), chance.random() < 0.5)
 
 
 def run_case(case: Case) -> Outcome:
@@ -94,15 +105,25 @@ def run_case(case: Case) -> Outcome:
     records that are left, an error of ours that was caught."""
     with VirtualEngine(case.engine) as engine:
         engine.send(case.load)
+        if case.random_holds and case.engine.scheduler == "semantic":
+            _hold_at_random(engine.scheduler.core.protection, random.Random(case.number))
         for moment, what in case.disturbances:
             engine.at(moment, _disturb(engine, what))
         engine.run()
         _look_around(engine, case)
-        records = engine.records.values()
-        computed = sum(step.batch.prefill_tokens for step in engine.steps)
-        prompts = sum(one.prompt for one in records)
-        left = sum(one.reason == "left" for one in records)
-        return Outcome(len(case.load), len(engine.steps), int(computed > prompts), left)
+        left = sum(one.reason == "left" for one in engine.records.values())
+        outcome = Outcome(len(case.load), len(engine.steps), left)
+        if case.engine.scheduler != "semantic":
+            return outcome
+        scheduler = engine.scheduler
+        scheduler.preemptions.gauges()
+        totals = scheduler.counters.totals
+        return replace(
+            outcome,
+            held=scheduler.core.protection.steps,
+            preempted=round(scheduler.counters.total("preemptions")),
+            loaded=round(totals.get(("copy_seconds", ("load", "measured")), 0.0), 4),
+        )
 
 
 def _policy(chance: random.Random, swap: bool) -> dict[str, Any]:
@@ -111,15 +132,37 @@ def _policy(chance: random.Random, swap: bool) -> dict[str, Any]:
         "retention": {"mode": mode, "max_stall": chance.choice((0.0, 0.001, 1.0))},
         "correct_profile": chance.random() < 0.5,
     }
-    if chance.random() < 0.5:
-        policy["protect"] = {"level": chance.choice((0, 1)), "price": 0.2, "worth": 240}
+    if chance.random() < 0.6:
+        policy["protect"] = {"level": chance.choice((0, 1)), "price": 0.5, "worth": 240}
     if chance.random() < 0.3:
         policy["preemption"] = {"shorter": 2}
     return policy
 
 
+def _multi_connector(gib: float) -> dict[str, Any]:
+    ours = SWAP_CONNECTOR | {"kv_connector_extra_config": {"host_gib": gib}}
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [ours]},
+    }
+
+
 def _leaving(one: LoadRequest, chance: random.Random) -> LoadRequest:
     return replace(one, abort=one.arrival + chance.expovariate(1.0))
+
+
+def _hold_at_random(protection: Any, chance: random.Random) -> None:
+    choose = protection.choose
+
+    def choose_any(certain: Any, others: Sequence[Any], *args: Any) -> Sequence[Any]:
+        held: Sequence[Any] = choose(certain, others, *args)
+        if chance.random() < 0.5:
+            return held
+        protection.steps += 1
+        return chance.sample(list(others), chance.randint(1, len(others)))
+
+    protection.choose = choose_any
 
 
 def _disturb(engine: VirtualEngine, what: str) -> Callable[[], None]:
@@ -143,11 +186,21 @@ def _reset(**options: bool) -> Callable[[VirtualEngine], None]:
     return reset
 
 
+def _reload(engine: VirtualEngine) -> None:
+    """Another policy comes into force, as after a reload."""
+    if engine.config.scheduler == "semantic":
+        chance = random.Random(engine.runner.number)
+        data = _policy(chance, swap=True) | {"predictor": {"enabled": False}}
+        policy = parse_policy(data | {"observe": chance.random() < 0.2})
+        engine.scheduler._replace(policy, engine.scheduler.core.estimates.scale.given)
+
+
 _DISTURBANCES: dict[str, Callable[[VirtualEngine], None]] = {
     "pauses": _pause,
     "resets": _reset(reset_running_requests=True),
     "resets with connector": _reset(reset_running_requests=True, reset_connector=True),
     "refused resets": _reset(),
+    "reloads": _reload,
 }
 
 
