@@ -97,6 +97,10 @@ step reproduction scripts/studies/reproduction.py --workers 2
 step corrections scripts/studies/corrections.py
 step second-look scripts/studies/second_look.py --output "$output/second-look"
 step order scripts/studies/order.py --output "$output/order" --quiet
+for device in a100:128 h100:256; do
+    step "device-${device%:*}" scripts/studies/device_load.py --profile "${device%:*}" \
+        --seats "${device#*:}" --requests 1000 --factor 1 1.75 --output "$output/device-${device%:*}"
+done
 # On the real engine.
 for place in before alone; do
     step "real-$place" semsched bench run --model "$real" --natural-ends --place $place \

@@ -8,7 +8,12 @@ from vllm.v1.core.sched.interface import PauseState
 
 import vllm_semantic_sched
 from vllm_semantic_sched import SemanticScheduler
-from vllm_semantic_sched.engine.clock import ServiceClock
+from vllm_semantic_sched.engine.clock import (
+    ServiceClock,
+    monotonic,
+    replace_clock,
+    unix_time,
+)
 from vllm_semantic_sched.lab.bench.standalone import build_scheduler, make_request, run_step
 
 pytestmark = pytest.mark.engine
@@ -59,7 +64,25 @@ def test_no_decision_reads_the_time_of_day() -> None:
             if path.name in ("event_log.py", "arrivals.py", "admin.py"):
                 continue
             code = path.read_text("utf-8")
+            code = code.replace("def unix_time(", "").replace("return time.time() if", "")
             assert not re.search(r"\btime\.time\(|datetime\.now|utcnow", code), path.name
+            assert "unix_time(" not in code, path.name
+
+
+def test_replaced_clock_counts_for_scheduler(tmp_path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text("predictor: {enabled: false}\n")
+    replace_clock(lambda: 7.5)
+    try:
+        scheduler = build_scheduler(SemanticScheduler, semantic_sched={"policy": str(path)})
+        scheduler.add_request(make_request("a"))
+        run_step(scheduler)
+        assert scheduler.clock() == monotonic() == 7.5
+        assert scheduler.jobs["a"].arrival == scheduler.jobs["a"].started == 7.5
+        assert scheduler.jobs["a"].came == unix_time()
+    finally:
+        replace_clock(None)
+    assert monotonic() != 7.5
 
 
 def test_no_queue_timeout_expires_during_a_pause(tmp_path) -> None:

@@ -18,11 +18,32 @@ _SAMPLE_GAP = 0.04  # seconds between two samples of steps
 _MOST_SAMPLES = 250  # kept until they are written down
 
 
+_replacement: Callable[[], float] | None = None
+_REPLACED_EPOCH = 1_767_225_600.0  # Unix time at second 0 of a replaced clock: 2026 begins
+
+
+def monotonic() -> float:
+    """The monotonic clock. All of engine/ that runs in a step reads this one, or `unix_time`."""
+    return time.monotonic() if _replacement is None else _replacement()
+
+
+def unix_time() -> float:
+    """Seconds since 1970."""
+    return time.time() if _replacement is None else _REPLACED_EPOCH + _replacement()
+
+
+def replace_clock(read: Callable[[], float] | None) -> None:
+    """Count seconds by another clock in this process, as under an emulated device; None: by the
+    real one again."""
+    global _replacement
+    _replacement = read
+
+
 class ServiceClock:
     """Seconds during which the engine was serving: the monotonic clock, less pauses. While an
     operator pauses the queue, requests do not age and no timeout or deadline comes closer."""
 
-    def __init__(self, seconds: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, seconds: Callable[[], float] = monotonic) -> None:
         self.seconds = seconds
         self._paused = 0.0  # total seconds
         self._since: float | None = None

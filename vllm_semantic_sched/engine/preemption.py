@@ -1,11 +1,11 @@
 """Preempts running requests, saves their KV to the host pool, and counts what that costs."""
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from vllm_semantic_sched.engine import vllm_api
+from vllm_semantic_sched.engine.clock import monotonic
 from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.kv.connector import SemanticSwapConnector
 from vllm_semantic_sched.engine.kv.recovery import take
@@ -139,7 +139,7 @@ class Preemptions:
         load_seconds = self._core.profile.load(tokens)
         count("copy_seconds", ("load", "predicted"), load_seconds)
         self._expected_copies += load_seconds
-        away.since = loaded.at if loaded else time.monotonic()
+        away.since = loaded.at if loaded else monotonic()
         self._returning[request.request_id] = away
 
     def watch(self, jobs: Mapping[str, Job]) -> None:
@@ -151,7 +151,7 @@ class Preemptions:
             elif vllm_api.tokens_with_kv(request) > back.kv_tokens:
                 del self._returning[request_id]
                 self._core.restored(jobs[request_id])
-                kind, elapsed = back.plan.kind.value, time.monotonic() - back.since
+                kind, elapsed = back.plan.kind.value, monotonic() - back.since
                 self._counters.add("resume_seconds", (kind, "predicted"), back.plan.resume_seconds)
                 self._counters.add("resume_seconds", (kind, "measured"), elapsed)
 

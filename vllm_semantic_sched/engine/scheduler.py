@@ -2,11 +2,16 @@
 copies `schedule()`; it arranges vLLM's own queues before each step and looks at what came out."""
 
 import os
-import time
 from typing import Any
 
 from vllm_semantic_sched.engine import vllm_api
-from vllm_semantic_sched.engine.clock import ServiceClock, StepClock, StepSamples, batch_of
+from vllm_semantic_sched.engine.clock import (
+    ServiceClock,
+    StepClock,
+    StepSamples,
+    batch_of,
+    monotonic,
+)
 from vllm_semantic_sched.engine.guard import Guard, logger
 from vllm_semantic_sched.engine.http import commands
 from vllm_semantic_sched.engine.live_policy import CanaryDriver, LivePolicy, reload_on_hangup
@@ -83,7 +88,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         self._event_log = self._open_event_log(core)
         if self._event_log is not None:
             core.lifecycle.listeners.append(self._event_log)
-            core.record_why(self._event_log, time.monotonic)
+            core.record_why(self._event_log, monotonic)
         core.lifecycle.later_listeners.append(RequestMetrics(core, self.counters))
         # Each group of layers has blocks of its own.
         blocks = vllm_api.total_kv_blocks(self) // vllm_api.kv_cache_groups(self) or None
@@ -174,7 +179,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                 self.guard.failed("admitting a request")
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        begin = time.monotonic()
+        begin = monotonic()
         with self.guard("timing steps"):
             self.samples.next_begins(begin)
         self._adopt_policy()
@@ -186,7 +191,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                 if (waits := self.core.lifecycle.waits) is not None:
                     waits.because(self.view.why_waiting(output))
                 self._sample(output, begin)
-                self.counters.observe("schedule_seconds", time.monotonic() - begin)
+                self.counters.observe("schedule_seconds", monotonic() - begin)
             return output
         try:
             output = super().schedule(*args, **kwargs)
@@ -200,7 +205,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             with self.guard("ending requests"):
                 self._endings.end_deferred()
             with self.guard("timing steps"):
-                self.counters.observe("schedule_seconds", time.monotonic() - begin)
+                self.counters.observe("schedule_seconds", monotonic() - begin)
         with self.guard("looking for requests that were passed over"):
             if output.total_num_scheduled_tokens < self.max_num_scheduled_tokens:
                 self.step.tokens_left(self.view)
@@ -228,7 +233,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
     ) -> dict[int, vllm_api.EngineCoreOutputs]:
         if not self.observing:
             with self.guard("timing steps"):
-                step = self.step_clock.finished(scheduler_output, time.monotonic())
+                step = self.step_clock.finished(scheduler_output, monotonic())
                 if step is not None:
                     self.core.estimates.observe_step(*step)
             output = model_runner_output.kv_connector_output
@@ -264,7 +269,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         if stats is not None:
             with self.guard("reporting statistics"):
                 idle = not self.requests
-                message = self.counters.take_message(self.gauges, time.monotonic(), idle)
+                message = self.counters.take_message(self.gauges, monotonic(), idle)
                 if message is not None:
                     vllm_api.attach_message(stats, message)
         return stats

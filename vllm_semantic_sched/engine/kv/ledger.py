@@ -2,11 +2,12 @@
 the next step's copies. It knows KV by block number."""
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
+
+from vllm_semantic_sched.engine.clock import monotonic
 
 
 class HostPool:
@@ -238,7 +239,7 @@ class SwapLedger:
         load = Transfer(request_id, [block for block, _ in saved], slots, beside)
         # From here on nothing can fail: the copy stays, or its load is ordered.
         del self.saved[request_id]
-        self.loaded[request_id] = Loaded(count, time.monotonic())
+        self.loaded[request_id] = Loaded(count, monotonic())
         self._orders.loads.append(load)
         if beside:
             self.loading[request_id] = copy

@@ -11,6 +11,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
+from vllm_semantic_sched.engine.clock import unix_time
 from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.policy.config.overload import Events
@@ -93,12 +94,12 @@ class EventLog(Listener):
         """Queue a line about the engine every 10 seconds; `now` in seconds of any clock."""
         if now >= self._next_engine and self._has_room():
             self._next_engine = now + 10.0
-            self._events.append(Event.of_engine(describe(), time.time()))
+            self._events.append(Event.of_engine(describe(), unix_time()))
 
     def _queue(self, event: Callable[..., Event], *facts: Any) -> None:
         """Queue a line, or drop it if the queue is full."""
         if self._has_room():
-            self._events.append(event(*facts, time.time(), self._policy_hash()))
+            self._events.append(event(*facts, unix_time(), self._policy_hash()))
 
     def _has_room(self) -> bool:
         if len(self._events) < _QUEUE:
@@ -178,7 +179,7 @@ class EventLog(Listener):
 
     def _about(self, what: str, **fields: Any) -> dict[str, Any]:
         keyed = bool(self._chain.key)
-        return {"time": round(time.time(), 6), "log": what, "keyed": keyed, **fields}
+        return {"time": round(unix_time(), 6), "log": what, "keyed": keyed, **fields}
 
     def _resume(self, what: str) -> dict[str, Any]:
         """The first line after a start or a failure. The chain goes on from the last whole line."""

@@ -2,10 +2,10 @@
 
 import math
 import operator
-import time
 from collections.abc import Callable
 from typing import Any
 
+from vllm_semantic_sched.engine.clock import monotonic
 from vllm_semantic_sched.engine.metrics.counters import Counters, Gauges
 from vllm_semantic_sched.engine.metrics.event_log import EventLog
 from vllm_semantic_sched.policy.core import SchedulingCore
@@ -59,7 +59,7 @@ def gauges_of(scheduler: Any, event_log: EventLog | None) -> Gauges:
         core.overload.load.slo.advance(scheduler.clock())
     if event_log is not None:
         event_log.report(counters)
-        event_log.engine(lambda: describe(scheduler), time.monotonic())
+        event_log.engine(lambda: describe(scheduler), monotonic())
     version, scale = scheduler.live_policy.version, core.estimates.scale
     gauges: dict[str, Any] = {
         **_queues(core),

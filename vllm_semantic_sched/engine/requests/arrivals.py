@@ -3,11 +3,11 @@ scheduler state. In an offline engine, and without an engine, everything happens
 
 import json
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_semantic_sched.engine.clock import unix_time
 from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.requests.endings import Endings, origin_of, parent_of
@@ -164,7 +164,7 @@ class Arrivals:
             stated=stated,
             provisional=provisional,
         )
-        job.came = time.time()
+        job.came = unix_time()
         if self.logs_blocks:
             job.block_hashes = request.block_hashes
         return Arrival(

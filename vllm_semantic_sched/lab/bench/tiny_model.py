@@ -78,7 +78,7 @@ def _write(directory: Path, config: TinyModelConfig) -> None:
     from transformers.utils import logging
 
     directory.mkdir(parents=True, exist_ok=True)
-    _write_tokenizer(directory)
+    write_tokenizer(directory)
     tokenizer = AutoTokenizer.from_pretrained(str(directory))
     shape = LlamaConfig(
         **asdict(config),
@@ -96,7 +96,8 @@ def _write(directory: Path, config: TinyModelConfig) -> None:
     model.save_pretrained(str(directory), safe_serialization=True)
 
 
-def _write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path) -> None:
+    """Write the tokenizer alone. FileNotFoundError if `mistral_common` lacks the expected file."""
     from transformers import LlamaTokenizer
 
     source = resources.files("mistral_common") / "data" / _SENTENCEPIECE_FILE

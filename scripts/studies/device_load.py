@@ -1,0 +1,173 @@
+"""Schedulers under load on the emulated device: real vLLM, step times from a profile, in virtual
+time.
+
+A Poisson load of chat-like prompts (lognormal, 1,500 tokens in the median; answers of 250) is sent
+at a multiple of the rate that vLLM's own scheduler can serve. Tokens per busy second, device idle
+and the cost of holds are those of a window in which the load is steady: from `--warm` seconds to
+the last arrival, without the drain, in which only long answers are left. Latencies are those of all
+requests, in seconds.
+
+example:
+  python scripts/studies/device_load.py --output load --scheduler fcfs priority ems --factor 1 1.75
+"""
+
+import argparse
+import itertools
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from common import main, write_json
+
+from vllm_semantic_sched.cli.console import print_table
+from vllm_semantic_sched.lab.device.figures import (
+    DeviceFigures,
+    HoldCosts,
+    LevelFigures,
+    device_figures,
+    level_figures,
+)
+from vllm_semantic_sched.lab.device.load import (
+    CHAT,
+    LONG,
+    SHORT,
+    LoadConfig,
+    LoadRequest,
+    draw_load,
+    faster,
+)
+from vllm_semantic_sched.lab.device.virtual import SCHEDULERS, EngineConfig, VirtualEngine
+
+PROMPTS = {"chat": CHAT, "short": SHORT, "long": LONG}
+PROFILES = {"a100": "default", "h100": "h100-8b"}
+_LEVELS = 5
+_SHOWN = "TTFT, p99, latency, s/token"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run. `charged`, `lost`: seconds of holds in the window, as charged and as they were."""
+
+    device: DeviceFigures
+    levels: tuple[LevelFigures, ...]
+    everyone: LevelFigures
+    window: float
+    charged: float = 0.0
+    lost: float = 0.0
+    preemptions: float = 0.0
+
+
+def capacity(load: list[LoadRequest], config: EngineConfig) -> float:
+    """Requests per second that FCFS serves while all seats are taken: output tokens per busy
+    second, over the mean answer."""
+    with VirtualEngine(config) as engine:
+        engine.send(faster(load, 1e9))  # all at once
+        engine.run()
+        full = max(one.batch.decodes for one in engine.steps)
+        taken = [one for one in engine.steps if one.batch.decodes > 0.8 * full]
+        figures = device_figures(engine.steps, taken[0].end, taken[-1].end)
+    return figures.tokens / (sum(one.answer for one in load) / len(load))
+
+
+def measure(load: list[LoadRequest], config: EngineConfig, warm: float) -> Row:
+    """Run a load, sent as it is."""
+    ours = config.scheduler == "semantic"
+    with VirtualEngine(config) as engine:
+        holds = HoldCosts(engine) if ours else None
+        engine.send(load)
+        engine.run()
+        records = [engine.records[one.name] for one in load]
+        end = load[-1].arrival
+        begin = min(warm, end / 2)
+        charged, lost = holds.between(begin, end) if holds else (0.0, 0.0)
+        count = engine.scheduler.counters.total("preemptions") if ours else float("nan")
+        return Row(
+            device_figures(engine.steps, begin, end),
+            tuple(level_figures([r for r in records if r.level == at]) for at in range(_LEVELS)),
+            level_figures(records),
+            end - begin,
+            charged,
+            lost,
+            count,
+        )
+
+
+def configured(args: argparse.Namespace, scheduler: str, swap: float | None) -> EngineConfig:
+    """The engine for a scheduler of vLLM or a policy of ours."""
+    stock = scheduler in SCHEDULERS
+    return EngineConfig(
+        scheduler=scheduler if stock else "semantic",
+        policy="fcfs" if stock else scheduler,
+        seats=args.seats,
+        asynchronous=not args.sync,
+        profile=PROFILES.get(args.profile, args.profile),
+        given_profile=args.given_profile,
+        kv_gib=args.kv_gib,
+        budget=args.budget,
+        prefix_cache=args.prefix_cache,
+        swap_gib=None if stock else swap,
+        host_seconds=args.host_seconds,
+    )
+
+
+def print_rows(rows: dict[str, Row], first: str) -> None:
+    """One table; `first` is what tokens are relative to. Holds: share of the window that they were
+    charged, and that they cost."""
+    base = rows[first].device.tokens
+    names = ["run", "tokens/ busy s", "of first", "steps", "batch", "idle %", "held %", "true %"]
+    names += ["all: s/token", *(f"level {at}: {_SHOWN}" for at in range(_LEVELS))]
+    table = []
+    for name, row in rows.items():
+        device, share = row.device, 100 / row.window
+        line = [name, f"{device.tokens:.0f}", f"{device.tokens / base:.3f}", device.steps]
+        line += [f"{device.batch:.0f}", f"{100 * device.idle:.2f}"]
+        line += [f"{share * row.charged:.1f}", f"{share * row.lost:.1f}"]
+        line += [f"{row.everyone.waiting:.3f}"]
+        for one in row.levels:
+            times = f"{one.ttft:.1f} {one.ttft_p99:.1f} {one.latency:.1f}"
+            line.append(f"{times} {one.waiting:.3f}")
+        table.append(line)
+    print_table("emulated device: real vLLM, step times from a profile", names, table)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--scheduler", nargs="+", default=["fcfs", "priority", "ems"], metavar="NAME",
+        help="fcfs or priority of vLLM, or a policy")  # fmt: skip
+    add("--factor", nargs="+", type=float, default=[1.75], help="of the capacity")
+    add("--swap", nargs="+", type=float, default=[0.0], metavar="GIB", help="0: without")
+    add("--profile", default="a100", help="a100, h100, a shipped name or a path")
+    add("--given-profile", help="what the scheduler is told, if not the device's")
+    add("--seats", type=int, default=128)
+    add("--kv-gib", type=float, default=58.0)
+    add("--budget", type=int, default=2048, help="most tokens in a step")
+    add("--prompts", choices=PROMPTS, default="chat")
+    add("--requests", type=int, default=600)
+    add("--warm", type=float, default=20.0, help="seconds before the window")
+    add("--seed", type=int, default=5)
+    add("--sync", action="store_true", help="synchronous scheduling")
+    add("--host-seconds", type=float, default=0.0, help="work on the host before each step")
+    add("--prefix-cache", action="store_true")
+    add("--output", type=Path, help="folder for figures.json")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run all combinations, and print one table."""
+    load = draw_load(LoadConfig(args.requests, 1.0, args.seed, prompts=PROMPTS[args.prompts]))
+    rate = capacity(load, configured(args, "fcfs", None))
+    print(f"capacity: {rate:.2f} requests/s", flush=True)
+    rows: dict[str, Row] = {}
+    for factor, scheduler, swap in itertools.product(args.factor, args.scheduler, args.swap):
+        if swap and scheduler in SCHEDULERS:
+            continue
+        name = f"{scheduler}{f', swap {swap:g} GiB' if swap else ''}, {factor:g}x"
+        config = configured(args, scheduler, swap or None)
+        rows[name] = measure(faster(load, factor * rate), config, args.warm)
+    print_rows(rows, next(iter(rows)))
+    if args.output is not None:
+        figures = {name: asdict(row) for name, row in rows.items()}
+        write_json(args.output / "figures.json", figures)
+    return 0
+
+
+if __name__ == "__main__":
+    main(__doc__, add_arguments, run)

@@ -1,0 +1,72 @@
+"""The answers of the emulated device. Each token is a hash of the prompt and its place in the
+answer, so that a request that was preempted, held or swapped must give the same tokens."""
+
+import math
+from array import array
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from statistics import NormalDist
+
+from vllm_semantic_sched.lab.bench.workload import ANSWER_FIELD
+
+_MASK = (1 << 64) - 1
+_RESERVED = 16  # token ids that no answer has: special tokens of most vocabularies
+_MEDIAN, _SIGMA = 250, 0.7  # of the lengths of answers for which none is given
+
+
+def mix(value: int) -> int:
+    """A hash of 64 bits (the finalizer of SplitMix64)."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request gets. `length`: tokens, the end token included; `forbidden`: token ids that
+    would end it earlier."""
+
+    seed: int
+    length: int
+    end_token: int
+    vocabulary: int
+    forbidden: Collection[int] = ()
+
+    def token(self, place: int, allowed: Sequence[int] | None = None) -> int:
+        """The token at this place of the answer, from 0; `allowed`: those of a grammar."""
+        if allowed is not None:
+            ends = place + 1 >= self.length and self.end_token in allowed
+            return self.end_token if ends else allowed[mix(self.seed + place) % len(allowed)]
+        if place + 1 == self.length:
+            return self.end_token
+        choices = self.vocabulary - _RESERVED
+        number = mix(self.seed + place)
+        while (token := _RESERVED + number % choices) in self.forbidden or token == self.end_token:
+            number += 1
+        return token
+
+    def tokens(self, count: int) -> list[int]:
+        """The first `count` tokens."""
+        return [self.token(place) for place in range(count)]
+
+
+def make_answer(
+    prompt: Sequence[int],
+    vocabulary: int,
+    end_token: int,
+    extra_args: dict[str, object] | None = None,
+    stop_tokens: Collection[int] = (),
+    min_tokens: int = 0,
+) -> Answer:
+    """The answer to a prompt of token ids. Its length is that of the benchmark's field in
+    `extra_args`, which no scheduler reads; else it is drawn from the prompt."""
+    seed = int.from_bytes(blake2b(array("q", prompt).tobytes(), digest_size=8).digest(), "little")
+    given = (extra_args or {}).get(ANSWER_FIELD)
+    if isinstance(given, list) and len(given) == 2:
+        length, end_token = given
+    else:
+        drawn = NormalDist(math.log(_MEDIAN), _SIGMA).inv_cdf((mix(seed) % 9998 + 1) / 10_000)
+        length = round(math.exp(drawn))
+    return Answer(seed, max(length, min_tokens + 1), end_token, vocabulary, frozenset(stop_tokens))

@@ -1,0 +1,113 @@
+"""Figures of a run on the emulated device."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_semantic_sched.lab.device.clocks import StepTime
+from vllm_semantic_sched.lab.device.virtual import Record, VirtualEngine
+from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
+
+
+@dataclass(frozen=True)
+class LevelFigures:
+    """Means over the requests of a level that ended; NaN without any. Seconds."""
+
+    requests: int
+    ttft: float
+    ttft_p99: float
+    latency: float
+    waiting: float  # normalized: latency by output token
+
+
+@dataclass(frozen=True)
+class DeviceFigures:
+    """What the device did in a window. `tokens`: output tokens per busy second; `idle`: share of
+    the window's steps' time in which it had nothing to do."""
+
+    tokens: float
+    prefill_tokens: int
+    steps: int
+    busy: float
+    idle: float
+    batch: float  # decoding sequences in a step
+
+
+def level_figures(records: Sequence[Record]) -> LevelFigures:
+    """Figures of some requests, however many of them got their answers."""
+    ended = [one for one in records if one.ended is not None and one.tokens]
+    if not ended:
+        return LevelFigures(0, *[float("nan")] * 4)
+    first = sorted(one.ttft for one in ended)
+    return LevelFigures(
+        len(ended),
+        statistics.fmean(first),
+        first[min(len(first) - 1, int(0.99 * len(first)))],
+        statistics.fmean(one.latency for one in ended),
+        statistics.fmean(one.latency / len(one.tokens) for one in ended),
+    )
+
+
+def device_figures(
+    steps: Sequence[StepTime], begin: float = 0.0, end: float = float("inf")
+) -> DeviceFigures:
+    """Figures of the steps that ended in a window. ValueError if none did."""
+    inside = [step for step in steps if begin <= step.end < end]
+    if not inside:
+        raise ValueError(f"no step ended between {begin:g} and {end:g} s")
+    busy = sum(step.busy for step in inside)
+    idle = sum(step.idle for step in inside)
+    return DeviceFigures(
+        sum(step.sampled for step in inside) / busy,
+        sum(step.batch.prefill_tokens for step in inside),
+        len(inside),
+        busy,
+        idle / (idle + busy),
+        statistics.fmean(step.batch.decodes for step in inside),
+    )
+
+
+class HoldCosts:
+    """What holds were charged, and what they cost on the device: the part of each step's fixed time
+    that the held requests would have borne. Watches an engine of ours."""
+
+    def __init__(self, engine: VirtualEngine) -> None:
+        self._engine = engine
+        self._protection: Any = engine.scheduler.core.protection
+        self._held: list[Any] = []
+        self._charge = 0.0
+        self._rows: list[tuple[float, float, float]] = []  # end of the step, charged, true
+        self._choose, self._finished = self._protection.choose, engine.runner.finished_step
+        self._protection.choose = self._chosen
+        engine.runner.finished_step = self._step
+
+    def between(self, begin: float = 0.0, end: float = float("inf")) -> tuple[float, float]:
+        """Seconds charged and true seconds of the steps that ended in a window."""
+        rows = [row for row in self._rows if begin <= row[0] < end]
+        return sum(row[1] for row in rows), sum(row[2] for row in rows)
+
+    def _chosen(self, *args: Any, **kwargs: Any) -> Any:
+        before = self._protection.budget.recent
+        self._held = list(self._choose(*args, **kwargs))
+        self._charge = self._protection.budget.recent - before
+        return self._held
+
+    def _step(self, time: StepTime) -> None:
+        held, self._held = self._held, []
+        if held:
+            self._rows.append((time.end, self._charge, self._loss(time.batch, held)))
+        self._finished(time)
+
+    def _loss(self, batch: Batch, held: Sequence[Any]) -> float:
+        requests = self._engine.scheduler.requests
+        profile: EngineProfile = self._engine.runner.profile
+        ran, count = batch.decodes, batch.decodes + len(held)
+        tokens: int = sum(
+            requests[job.request_id].num_computed_tokens
+            for job in held
+            if job.request_id in requests
+        )
+        full = profile.step_decode(Batch(decodes=count, context=batch.context + tokens))
+        seconds = profile.step_decode(Batch(decodes=ran, context=batch.context))
+        return max(0.0, seconds - full * ran / count) if ran else seconds

@@ -1,0 +1,289 @@
+"""Executes vLLM's steps on the emulated device: what a model runner would have computed, and when
+it would have been ready."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import (
+    CachedRequestData,
+    GrammarOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
+
+from vllm_semantic_sched.lab.device.answers import Answer, make_answer
+from vllm_semantic_sched.lab.device.clocks import Clock, StepTime, Timeline
+from vllm_semantic_sched.lab.device.sanitizer import Chain, DeviceError, Group, Sanitizer, Table
+from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the engine promised the device."""
+
+    sequences: int
+    tokens: int  # in a step
+    length: int  # of a request
+    vocabulary: int
+    end_token: int
+    adapters: int = 0  # in a step
+
+
+@dataclass(eq=False)
+class Running:
+    """A request as the device knows it."""
+
+    tokens: list[int]
+    prompt: int  # tokens
+    chain: Chain
+    table: Table
+    answer: Answer | None  # None: it samples nothing (pooling)
+    adapter: int = 0
+    images: list[tuple[int, int, str]] = field(default_factory=list)  # first, after last, hash
+    structured: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.table.request
+
+
+@dataclass
+class Pending:
+    """A step that was submitted and not sampled yet."""
+
+    order: list[str]
+    sampling: list[Running | None]  # those that sample a token
+    time: StepTime
+
+
+class Runner:
+    """Executes steps in the order in which they are submitted.
+
+    Attributes:
+        sanitizer: checks each block that a step reads or writes.
+        timeline: the device's queues.
+        finished_step: called with the time of each step once it is sampled.
+    """
+
+    def __init__(
+        self,
+        profile: EngineProfile,
+        groups: Sequence[Group],
+        blocks: int,
+        limits: Limits,
+        clock: Clock,
+        noise: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.profile, self.limits, self.clock = profile, limits, clock
+        self.sanitizer = Sanitizer(groups, blocks)
+        self.timeline = Timeline()
+        self.finished_step: Callable[[StepTime], None] = lambda time: None
+        self.requests: dict[str, Running] = {}
+        self.number = 0  # of the last step
+        self.host_seconds = 0.0  # that pass before a step is submitted, on a virtual clock
+        self.loads_failed = False  # tokens that followed a failed load are sampled again
+        self._encoded: set[str] = set()
+        self._pending: Pending | None = None
+        self._noise, self._random = noise, random.Random(seed)
+
+    # Submitting a step
+
+    def begin(self, output: SchedulerOutput) -> None:
+        """Take note of a step's requests, before its copies are queued."""
+        if self._pending is not None:
+            raise DeviceError("a step is submitted before the last one was sampled")
+        if self.host_seconds:
+            self.clock.wait_until(self.clock.now() + self.host_seconds)
+        self.number += 1
+        self.sanitizer.step = self.number
+        for name in output.finished_req_ids:
+            if (ended := self.requests.pop(name, None)) is not None:
+                self.sanitizer.drop(ended.table)
+        self._encoded.difference_update(output.free_encoder_mm_hashes)
+        for new in output.scheduled_new_reqs:
+            self._admit(new)
+        self._go_on(output.scheduled_cached_reqs)
+
+    def submit(self, output: SchedulerOutput) -> None:
+        """Compute a step that has begun. Raises DeviceError."""
+        now = self.clock.now()
+        self.sanitizer.begin_step(self.number, self.timeline.next_begin(now))
+        self._check_limits(output)
+        self.sanitizer.clear(output.new_block_ids_to_zero or ())
+        for copy in output.kv_cache_block_copies or ():
+            self.sanitizer.duplicate(copy.src_block_id, copy.dst_block_id)
+        self._encode(output.scheduled_encoder_inputs)
+        cached = output.scheduled_cached_reqs
+        starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        starts |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        batch = Batch()
+        sampling = []
+        for name, count in output.num_scheduled_tokens.items():
+            if name not in starts or name not in self.requests:
+                raise DeviceError("runs, and was not sent to the device", name, self.number)
+            request = self.requests[name]
+            sampling.append(self._compute(request, starts[name], starts[name] + count, batch))
+        seconds = self.profile.step(batch) * math.exp(self._random.gauss(0.0, self._noise))
+        time = self.timeline.step(now, seconds, self.number, batch)
+        self._pending = Pending(list(output.num_scheduled_tokens), sampling, time)
+
+    def sample(self, grammar: GrammarOutput | None) -> tuple[list[str], list[list[int]], StepTime]:
+        """The requests of the step that was submitted, the tokens of each, and its time."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            raise DeviceError("no step was submitted")
+        masks = self._masks(grammar, pending)
+        tokens: list[list[int]] = []
+        for request in pending.sampling:
+            if request is None or request.answer is None:
+                tokens.append([])
+                continue
+            place = len(request.tokens) - request.prompt
+            token = request.answer.token(place, masks.get(request.name))
+            request.tokens.append(token)
+            tokens.append([token])
+            pending.time.sampled += 1
+        self.finished_step(pending.time)
+        return pending.order, tokens, pending.time
+
+    # A request of a step
+
+    def _admit(self, new: NewRequestData) -> None:
+        name, prompt = new.req_id, new.prompt_token_ids
+        if prompt is None:
+            raise DeviceError("has no token ids; the device cannot embed", name, self.number)
+        if (known := self.requests.pop(name, None)) is not None:  # a session goes on
+            self.sanitizer.drop(known.table)
+        tokens = list(new.prefill_token_ids or prompt)
+        images = [
+            (at.offset, at.offset + at.length, feature.identifier)
+            for feature in new.mm_features
+            for at in (feature.mm_position,)
+        ]
+        adapter = new.lora_request.lora_int_id if new.lora_request else 0
+        hashes = {first: hash_of(key) for first, _, key in images}
+        chain = Chain(tokens, adapter, hashes)
+        params = new.sampling_params
+        self.requests[name] = Running(
+            tokens,
+            len(prompt),
+            chain,
+            self.sanitizer.table(name, chain, new.block_ids),
+            None if params is None else self.answer(prompt, params),
+            adapter,
+            images,
+            params is not None and params.structured_outputs is not None,
+        )
+
+    def answer(self, prompt: list[int], params: SamplingParams) -> Answer:
+        """What the device answers to a prompt."""
+        limits = self.limits
+        return make_answer(
+            *(prompt, limits.vocabulary, limits.end_token),
+            extra_args=params.extra_args,
+            stop_tokens=params.all_stop_token_ids,
+            min_tokens=params.min_tokens,
+        )
+
+    def _go_on(self, cached: CachedRequestData) -> None:
+        for name, blocks, outputs in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_output_tokens, strict=True
+        ):
+            request = self.requests.get(name)
+            if request is None:
+                raise DeviceError("goes on, and was never begun", name, self.number)
+            self._agree(request, request.prompt + outputs, cached.all_token_ids.get(name))
+            if name in cached.resumed_req_ids:
+                self.sanitizer.drop(request.table)
+                request.table = self.sanitizer.table(name, request.chain, blocks or ())
+            elif blocks is not None:
+                self.sanitizer.extend(request.table, blocks)
+
+    def _agree(self, request: Running, count: int, tokens: list[int] | None) -> None:
+        """Compare the tokens of a request with those that the scheduler has seen, all of them
+        (`tokens`) if the request was not in the last step: then later ones may be sampled again."""
+        known = len(request.tokens)
+        if count > known:
+            problem = f"has {known} tokens, and the scheduler counts {count}"
+            raise DeviceError(problem, request.name, self.number)
+        if count < known:
+            if tokens is None and not self.loads_failed:
+                problem = f"samples token {count} again, of {known}"
+                raise DeviceError(problem, request.name, self.number)
+            request.chain.truncate(count)
+        if tokens is not None and tokens != request.tokens[: len(tokens)]:
+            problem = "has other tokens at the scheduler than were sampled"
+            raise DeviceError(problem, request.name, self.number)
+
+    def _compute(self, request: Running, start: int, end: int, batch: Batch) -> Running | None:
+        """Compute tokens `start` to `end`; the request, if it then samples one."""
+        known = len(request.tokens)
+        if end > known:
+            problem = f"computes token {end - 1}, and only {known} are known"
+            raise DeviceError(problem, request.name, self.number)
+        if end > self.limits.length:
+            problem = f"has more than {self.limits.length} tokens"
+            raise DeviceError(problem, request.name, self.number)
+        for first, after, key in request.images:
+            if first < end and start < after and key not in self._encoded:
+                raise DeviceError(f"uses image {key}, not encoded", request.name, self.number)
+        self.sanitizer.compute(request.table, start, end)
+        if end - start == 1:
+            batch.add_decode(end)
+        else:
+            batch.add_prefill(start, end)
+        return request if end == known else None
+
+    # Checks of the step
+
+    def _check_limits(self, output: SchedulerOutput) -> None:
+        counts, limits = output.num_scheduled_tokens, self.limits
+        total = sum(counts.values())
+        adapters = {self.requests[name].adapter for name in counts if name in self.requests} - {0}
+        problems = (
+            (min(counts.values(), default=1) < 1, "a request without tokens"),
+            (total != output.total_num_scheduled_tokens, f"{total} tokens, not as stated"),
+            (len(counts) > limits.sequences, f"{len(counts)} sequences, over {limits.sequences}"),
+            (total > limits.tokens, f"{total} tokens, over {limits.tokens}"),
+            (len(adapters) > limits.adapters, f"{len(adapters)} adapters, over {limits.adapters}"),
+        )
+        for wrong, problem in problems:
+            if wrong:
+                raise DeviceError(problem, next(iter(counts), None), self.number)
+        if output.scheduled_spec_decode_tokens:
+            raise DeviceError("the device does not draft", next(iter(counts)), self.number)
+
+    def _encode(self, inputs: dict[str, list[int]]) -> None:
+        for name, indices in inputs.items():
+            self._encoded.update(self.requests[name].images[index][2] for index in indices)
+
+    def _masks(self, grammar: GrammarOutput | None, pending: Pending) -> dict[str, list[int]]:
+        """Tokens that the grammars allow, by request."""
+        structured = {one.name for one in pending.sampling if one is not None and one.structured}
+        named = [] if grammar is None else grammar.structured_output_request_ids
+        for name in named:
+            if name not in structured:
+                raise DeviceError("has a mask, and samples by no grammar", name, self.number)
+        for name in structured.difference(named):
+            raise DeviceError("samples without the mask of its grammar", name, self.number)
+        if grammar is None:
+            return {}
+        bits = np.unpackbits(grammar.grammar_bitmask.view(np.uint8), axis=1, bitorder="little")
+        if len(bits) != len(named):
+            problem = f"{len(bits)} masks for {len(named)} requests"
+            raise DeviceError(problem, next(iter(named), None), self.number)
+        size = self.limits.vocabulary
+        return {
+            name: np.flatnonzero(row[:size]).tolist() for name, row in zip(named, bits, strict=True)
+        }
+
+
+def hash_of(text: str) -> int:
+    """The same for a text in each process, unlike `hash`."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,311 @@
+"""What each KV block of the emulated device stands for, and the checks that a GPU cannot make: a
+step that reads a block with other content than its request's prefix gives a wrong answer there, and
+an error here.
+
+The content of a slot is the hash chain of all tokens up to its own, with the LoRA adapter and the
+images that went into them. A table remembers how far it was checked; a write by another request
+makes it be checked again, so that a decoding step costs O(1) for each request.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+NULL_BLOCK = 0  # vLLM's "no block": what lies before a sliding window
+
+
+class DeviceError(RuntimeError):
+    """The scheduler asked for what a GPU would silently get wrong.
+
+    Attributes:
+        request, step, block: where it was found; None where there is no such thing.
+        owners: the last three that wrote into the block, latest last.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        request: str | None = None,
+        step: int | None = None,
+        block: int | None = None,
+        owners: Sequence[str] = (),
+    ) -> None:
+        place = [
+            f"{name} {value}"
+            for name, value in (("step", step), ("request", request), ("block", block))
+            if value is not None
+        ]
+        last = f" (last written by {', '.join(owners) or 'nobody'})" if block is not None else ""
+        super().__init__(f"{', '.join(place)}: {problem}{last}")
+        self.request, self.step, self.block, self.owners = request, step, block, tuple(owners)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of layers that share a block table. `window`: tokens that they see, if not all;
+    `checked`: the content of its blocks is that of single tokens (not a Mamba state)."""
+
+    block_size: int
+    window: int | None = None
+    checked: bool = True
+
+
+class Chain:
+    """The hash chain of a request's tokens. `salt`: the adapter; `images`: by their first token."""
+
+    def __init__(
+        self, tokens: list[int], salt: int = 0, images: dict[int, int] | None = None
+    ) -> None:
+        self.tokens = tokens  # the request's own list, which grows
+        self.hashes: list[int] = []
+        self._salt, self._images = salt, images or {}
+
+    def upto(self, end: int) -> list[int]:
+        """The hashes of at least the first `end` tokens."""
+        hashes = self.hashes
+        last = hashes[-1] if hashes else hash((self._salt,))
+        for place in range(len(hashes), end):
+            image = self._images.get(place)
+            token = self.tokens[place]
+            last = hash((last, token)) if image is None else hash((last, token, image))
+            hashes.append(last)
+        return hashes
+
+    def truncate(self, end: int) -> None:
+        """Forget the tokens from `end` on."""
+        del self.tokens[end:]
+        del self.hashes[end:]
+
+
+@dataclass(eq=False)
+class Table:
+    """A request's blocks, by group, and how many of its tokens are known to be in them."""
+
+    request: str
+    chain: Chain
+    blocks: list[list[int]]
+    checked: list[int]
+    stale: bool = False  # another request wrote into one of the blocks
+
+
+@dataclass(eq=False)
+class Copy:
+    """A copy beside the steps."""
+
+    what: str  # of which request
+    begin: float
+    end: float
+
+
+@dataclass(eq=False)
+class _Block:
+    slots: list[int | None]
+    group: int = -1
+    owners: deque[str] = field(default_factory=lambda: deque(maxlen=3))
+    readers: set[Table] = field(default_factory=set)
+    saving: Copy | None = None  # the last copy out of it
+    loading: Copy | None = None  # the last copy into it
+
+
+class Sanitizer:
+    """The contents of the device's blocks and of the host's slots. Raises DeviceError."""
+
+    def __init__(self, groups: Sequence[Group], blocks: int) -> None:
+        self.groups, self.total = list(groups), blocks
+        self.step = 0
+        self._begin = 0.0
+        self._blocks: dict[int, _Block] = {}
+        self._host: dict[int, tuple[int, list[int | None]]] = {}
+        self._written: dict[int, str] = {}  # in this step, by block
+        self._arriving: deque[tuple[Copy, int, tuple[int, list[int | None]]]] = deque()
+
+    # Block tables
+
+    def table(self, request: str, chain: Chain, blocks: Sequence[Sequence[int]]) -> Table:
+        """The block table of a request that begins or resumes."""
+        if len(blocks) != len(self.groups):
+            raise self._error(f"{len(blocks)} groups of blocks for {len(self.groups)}", request)
+        table = Table(request, chain, [[] for _ in blocks], [0] * len(blocks))
+        self.extend(table, blocks)
+        return table
+
+    def extend(self, table: Table, blocks: Sequence[Sequence[int]]) -> None:
+        """Append blocks to a table."""
+        for group, more in enumerate(blocks):
+            for block in more:
+                if not 0 <= block < self.total:
+                    raise self._error(
+                        f"there is no such block, only {self.total}", table.request, block
+                    )
+                if block != NULL_BLOCK:
+                    self._block(block).readers.add(table)
+            table.blocks[group].extend(more)
+
+    def drop(self, table: Table) -> None:
+        """The request has ended, or gets another table."""
+        for block in {block for blocks in table.blocks for block in blocks}:
+            if block in self._blocks:
+                self._blocks[block].readers.discard(table)
+
+    # A step
+
+    def begin_step(self, number: int, begin: float) -> None:
+        """A step that begins at that second; the calls that follow belong to it."""
+        self.step, self._begin = number, begin
+        self._written.clear()
+        while self._arriving and self._arriving[0][0].end <= begin:
+            copy, block, content = self._arriving.popleft()
+            self._put(block, content, copy.what)
+
+    def compute(self, table: Table, start: int, end: int) -> None:
+        """A request reads the KV of its tokens before `start` and writes those up to `end`."""
+        for number, group in enumerate(self.groups):
+            if group.checked:
+                self._room(table, number, end)
+                self._read(table, number, start)
+                self._write(table, number, start, end)
+        table.stale = False
+
+    def clear(self, blocks: Iterable[int]) -> None:
+        """The step zeroes these blocks first."""
+        for block in blocks:
+            found = self._block(block)
+            self._free_of_copies(found, block, "zeroes", None)
+            found.slots = [None] * len(found.slots)
+
+    def duplicate(self, source: int, target: int) -> None:
+        """The step copies a block within the device first (copy on write)."""
+        found = self._block(source)
+        self._free_of_copies(self._block(target), target, "copies over", None)
+        self._put(target, (found.group, list(found.slots)), f"a copy of block {source}")
+
+    # Copies between device and host, in the order of the device's copy queue
+
+    def copy_out(
+        self, block: int, slot: int, begin: float, end: float, what: str, beside: bool
+    ) -> None:
+        """Copy a block to a slot of the host."""
+        found = self._block(block)
+        if found.loading is not None and found.loading.end > begin:
+            raise self._error(
+                f"{what} reads a block before {found.loading.what} has filled it", None, block
+            )
+        self._settle(begin)
+        self._host[slot] = found.group, list(found.slots)
+        if beside:
+            found.saving = Copy(what, begin, end)
+
+    def copy_in(
+        self, block: int, slot: int, begin: float, end: float, what: str, beside: bool
+    ) -> None:
+        """Copy a slot of the host to a block."""
+        if slot not in self._host:
+            raise self._error(f"{what} reads slot {slot} of the host, which is empty", None, block)
+        found, content = self._block(block), self._host[slot]
+        if found.saving is not None and found.saving.end > begin:
+            raise self._error(f"{what} overwrites what {found.saving.what} copies", None, block)
+        if beside:
+            found.loading = copy = Copy(what, begin, end)
+            self._arriving.append((copy, block, content))
+        else:
+            self._put(block, content, what)
+
+    def owners(self, block: int) -> tuple[str, ...]:
+        """The last three that wrote into a block."""
+        return tuple(self._blocks[block].owners) if block in self._blocks else ()
+
+    # Ours
+
+    def _settle(self, moment: float) -> None:
+        """Put down what has arrived by then."""
+        while self._arriving and self._arriving[0][0].end <= moment:
+            copy, block, content = self._arriving.popleft()
+            self._put(block, content, copy.what)
+
+    def _block(self, number: int) -> _Block:
+        block = self._blocks.get(number)
+        if block is None:
+            block = self._blocks[number] = _Block([None] * self.groups[0].block_size)
+        return block
+
+    def _put(self, number: int, content: tuple[int, list[int | None]], owner: str) -> None:
+        block = self._block(number)
+        block.group, block.slots = content[0], list(content[1])
+        block.owners.append(owner)
+        for reader in block.readers:
+            reader.stale = True
+
+    def _room(self, table: Table, group: int, end: int) -> None:
+        blocks, size = table.blocks[group], self.groups[group].block_size
+        if end > len(blocks) * size:
+            raise self._error(
+                f"computes {end} tokens with {len(blocks)} blocks of {size}", table.request
+            )
+
+    def _read(self, table: Table, group: int, start: int) -> None:
+        checked = 0 if table.stale else min(table.checked[group], start)
+        window = self.groups[group].window
+        first = checked if window is None else max(checked, start - window + 1)
+        if first >= start:
+            return
+        size, hashes = self.groups[group].block_size, table.chain.upto(start)
+        for place in range(first // size, -(-start // size)):
+            low, high = max(first, place * size), min(start, (place + 1) * size)
+            number = table.blocks[group][place]
+            if number == NULL_BLOCK:
+                raise self._error(f"has no KV for tokens {low} to {high}", table.request)
+            block, at = self._block(number), place * size
+            self._arrived(block, number, table.request)
+            found = block.slots[low - at : high - at]
+            if found != hashes[low:high] or block.group != group:
+                what = "nothing was" if None in found else "the KV of other tokens was"
+                raise self._error(
+                    f"reads tokens {low} to {high} where {what} written", table.request, number
+                )
+        table.checked[group] = start
+
+    def _write(self, table: Table, group: int, start: int, end: int) -> None:
+        size, hashes = self.groups[group].block_size, table.chain.upto(end)
+        owner = f"{table.request} in step {self.step}"
+        for place in range(start // size, -(-end // size)):
+            number, at = table.blocks[group][place], place * size
+            if number == NULL_BLOCK:
+                raise self._error(f"has no block for token {max(start, at)}", table.request)
+            block = self._block(number)
+            self._arrived(block, number, table.request)
+            self._free_of_copies(block, number, "writes", table.request)
+            other = self._written.setdefault(number, table.request)
+            if other != table.request:
+                raise self._error(
+                    f"writes a block that {other} writes in the same step", table.request, number
+                )
+            if block.group != group or len(block.slots) != size:
+                block.group, block.slots = group, [None] * size
+            low, high = max(start, at), min(end, at + size)
+            block.slots[low - at : high - at] = hashes[low:high]
+            if not block.owners or block.owners[-1].split(" in step ")[0] != table.request:
+                block.owners.append(owner)
+            if len(block.readers) > 1:
+                for reader in block.readers - {table}:
+                    reader.stale = True
+        table.checked[group] = end
+
+    def _arrived(self, block: _Block, number: int, request: str) -> None:
+        if block.loading is not None:
+            if block.loading.end > self._begin:
+                raise self._error(
+                    f"uses a block before {block.loading.what} ended", request, number
+                )
+            block.loading = None
+
+    def _free_of_copies(self, block: _Block, number: int, doing: str, request: str | None) -> None:
+        if block.saving is not None:
+            if block.saving.end > self._begin:
+                raise self._error(
+                    f"{doing} a block while {block.saving.what} is under way", request, number
+                )
+            block.saving = None
+
+    def _error(self, problem: str, request: str | None, block: int | None = None) -> DeviceError:
+        owners = () if block is None else self.owners(block)
+        return DeviceError(problem, request, self.step, block, owners)

@@ -1,0 +1,36 @@
+"""What an emulated device is: `--additional-config '{"emulated_device": {...}}'`."""
+
+from typing import Any
+
+from pydantic import Field
+
+from vllm_semantic_sched.policy.facts.section import Section, parse_section
+
+KEY = "emulated_device"
+VARIABLE = "SEMSCHED_EMULATED_DEVICE"
+"""Environment variable that makes the general plugin act: `1`."""
+WORKER = "vllm_semantic_sched.lab.device.worker.EmulatedWorker"
+"""For vLLM's `--worker-cls`."""
+
+
+class DeviceSettings(Section):
+    """It holds names and numbers only, because vLLM hashes the dict."""
+
+    profile: str = "default"
+    """Engine profile of the device: a shipped name or a path."""
+    kv_gib: float | None = Field(None, gt=0)
+    """Memory for KV; unset: what the weights leave of `memory_gib`."""
+    memory_gib: float = Field(80.0, gt=0)
+    """Memory of the device; vLLM uses the part `--gpu-memory-utilization` of it."""
+    noise: float = Field(0.0, ge=0, lt=1)
+    """Standard deviation of the logarithm of step times."""
+    seed: int = 0
+    """Of the noise."""
+    trace: str | None = None
+    """File for a JSON line per step."""
+
+
+def device_settings(additional_config: Any) -> DeviceSettings:
+    """The settings of a server; PolicyError if they are invalid."""
+    given = additional_config.get(KEY) if isinstance(additional_config, dict) else None
+    return parse_section(DeviceSettings, given or {}, KEY)

@@ -1,0 +1,353 @@
+"""vLLM's engine core in this process, on an emulated device with a virtual clock: 600 requests in
+seconds, and the same result every time."""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import yaml
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms.cpu import CpuPlatform
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, core
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.abstract import Executor
+
+from vllm_semantic_sched.engine.clock import replace_clock
+from vllm_semantic_sched.engine.startup.settings import SWAP_CONNECTOR
+from vllm_semantic_sched.lab.bench.workload import ANSWER_FIELD
+from vllm_semantic_sched.lab.device.answers import Answer
+from vllm_semantic_sched.lab.device.clocks import StepTime, VirtualClock
+from vllm_semantic_sched.lab.device.launch import keep_scheduling_mode
+from vllm_semantic_sched.lab.device.load import LoadRequest
+from vllm_semantic_sched.lab.device.model import SHAPES, make_shape
+from vllm_semantic_sched.lab.device.sanitizer import DeviceError
+from vllm_semantic_sched.lab.device.settings import KEY, WORKER
+from vllm_semantic_sched.lab.device.worker import EmulatedWorker
+from vllm_semantic_sched.policy.facts.files import read_config
+
+SCHEDULERS = ("semantic", "fcfs", "priority")
+_POLL = 0.001  # seconds that vLLM's core sleeps when a step had nothing to compute
+_STALLED = 600.0  # virtual seconds without a step, and with requests
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the engine is started. `policy`: a shipped name, a path, or the content of the file; the
+    predictor is switched off. `profile`: of the device; `given_profile`: what the scheduler is
+    told, if that differs. `swap_gib`: host memory of our swap connector, if any; `connector`:
+    another `--kv-transfer-config`. `host_seconds`: of each step's work on the host, before it is
+    submitted."""
+
+    scheduler: str = "semantic"
+    policy: str | Path | dict[str, Any] = "ems"
+    seats: int = 128
+    asynchronous: bool = True
+    profile: str = "default"
+    given_profile: str | None = None
+    kv_gib: float = 58.0
+    blocks: int | None = None
+    block_size: int = 16
+    budget: int = 2048
+    max_model_len: int = 16_384
+    prefix_cache: bool = False
+    swap_gib: float | None = None
+    connector: dict[str, Any] | None = None
+    host_seconds: float = 0.0
+    noise: float = 0.0
+    shape: str = "llama-3.1-8b"
+    options: dict[str, Any] = field(default_factory=dict)  # of vLLM's EngineArgs
+
+
+@dataclass
+class Record:
+    """What became of a request. Times in seconds after the start; `ended` None: it did not."""
+
+    name: str
+    level: int
+    prompt: int
+    answer: int  # tokens that it should get
+    arrival: float
+    first_token: float | None = None
+    ended: float | None = None
+    reason: str | None = None
+    tokens: list[int] = field(default_factory=list, repr=False)
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token; NaN if there was none."""
+        return float("nan") if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def latency(self) -> float:
+        """Seconds to the end; NaN if there was none."""
+        return float("nan") if self.ended is None else self.ended - self.arrival
+
+
+@dataclass
+class VirtualRun:
+    """Records in order of arrival, the steps of the device, and what is left at the end."""
+
+    records: list[Record]
+    steps: list[StepTime]
+    engine: "VirtualEngine"
+
+    def dump(self) -> str:
+        """All of it as JSON lines; equal for equal runs."""
+        rows = [*map(asdict, self.records), *map(asdict, self.steps)]
+        return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+class VirtualEngine:
+    """An engine core whose device and clock are emulated. A context manager; in a process, one at
+    a time.
+
+    Attributes:
+        core: vLLM's EngineCore.
+        clock, runner: the device's.
+        records: by name of the request.
+        steps: of the device, as far as they were submitted.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.clock = VirtualClock()
+        self.records: dict[str, Record] = {}
+        self.steps: list[StepTime] = []
+        self._answers: dict[str, Answer] = {}
+        self._waiting: list[tuple[float, int, Callable[[], None]]] = []  # by time, latest first
+        self._aborts: list[tuple[float, str]] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "VirtualEngine":
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            stack.enter_context(_virtual_clock(self.clock))
+            self.core = _make_core(self.config, folder)
+            stack.callback(_shut_down, self.core)
+            self._stack = stack.pop_all()
+        worker = self.core.model_executor.driver_worker.worker
+        self.runner = worker.runner
+        self.runner.finished_step = self.steps.append
+        self.runner.host_seconds = self.config.host_seconds
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.__exit__(None, None, None)
+
+    @property
+    def scheduler(self) -> Any:
+        return self.core.scheduler
+
+    # What happens when
+
+    def at(self, moment: float, act: Callable[[], None]) -> None:
+        """Call something between two steps, once the clock has come so far."""
+        self._waiting.append((moment, -len(self._waiting), act))
+        self._waiting.sort(reverse=True)
+
+    def send(self, load: Sequence[LoadRequest]) -> None:
+        """Send requests at their time."""
+        for one in load:
+            self.at(one.arrival, lambda one=one: self.add(one))  # type: ignore[misc]
+            if one.abort is not None:
+                self.abort(one.abort, one.name)
+
+    def abort(self, moment: float, name: str) -> None:
+        """The client leaves then, also in the middle of a step."""
+        self._aborts.append((moment, name))
+        self._aborts.sort(reverse=True)
+
+    def add(self, one: LoadRequest) -> None:
+        """Send a request now."""
+        request = _engine_request(one, self.config, self.clock.now())
+        assert request.sampling_params is not None
+        self._answers[one.name] = self.runner.answer(list(one.prompt), request.sampling_params)
+        self.records[one.name] = Record(
+            one.name, one.level, len(one.prompt), one.answer, one.arrival
+        )
+        self.core.add_request(*self.core.preprocess_add_request(request))
+
+    # Running
+
+    def run(self, until: float = float("inf")) -> None:
+        """Run until all is done, or the clock passes `until`. DeviceError: the sanitizer has found
+        something, or no step was made for long with requests there."""
+        last = self.clock.now()
+        while self.clock.now() < until:
+            before = len(self.steps)
+            if not self.step():
+                return
+            if len(self.steps) > before or not self.scheduler.has_unfinished_requests():
+                last = self.clock.now()
+            elif self.clock.now() > last + _STALLED and not self._waiting:
+                raise DeviceError(f"no step in {_STALLED:g} s with requests waiting")
+
+    def step(self) -> bool:
+        """One turn of the core's loop; False if nothing is left to do."""
+        self._deliver()
+        if not self.scheduler.has_requests() and not self.core.batch_queue:
+            if not self._waiting:
+                return False
+            self.clock.wait_until(self._waiting[-1][0])
+            return True
+        outputs, executed = self.core.step_fn()
+        self._take(outputs or {})
+        self.core.post_step(executed)
+        if not executed and self.scheduler.has_requests():
+            self.clock.wait_until(self.clock.now() + _POLL)
+        return True
+
+    def _deliver(self) -> None:
+        self.clock.passed = self._leave
+        while self._waiting and self._waiting[-1][0] <= self.clock.now():
+            self._waiting.pop()[2]()
+        self._leave()
+        self.core._process_aborts_queue()  # type: ignore[no-untyped-call]
+
+    def _leave(self) -> None:
+        """Clients that leave: vLLM looks for them also in the middle of a step."""
+        while self._aborts and self._aborts[-1][0] <= self.clock.now():
+            _, name = self._aborts.pop()
+            record = self.records.get(name)
+            if record is not None and record.ended is None:
+                record.ended, record.reason = self.clock.now(), "left"
+                self.core.aborts_queue.put_nowait([name])
+
+    def _take(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        now = self.clock.now()
+        for one in (one for part in outputs.values() for one in part.outputs):
+            record = self.records[one.request_id]
+            if record.reason == "left":
+                continue
+            if one.new_token_ids and record.first_token is None:
+                record.first_token = now
+            record.tokens += one.new_token_ids
+            if one.finish_reason is not None:
+                record.ended, record.reason = now, str(one.finish_reason)
+                self._check(record)
+
+    def _check(self, record: Record) -> None:
+        """The answer of a request must be the one that belongs to its prompt."""
+        answer = self._answers[record.name]
+        if record.tokens != answer.tokens(len(record.tokens)):
+            raise DeviceError("got another answer", record.name, self.runner.number)
+        if record.reason == "stop" and len(record.tokens) != answer.length:
+            raise DeviceError("ended at another length", record.name, self.runner.number)
+
+
+def run_virtual(load: Sequence[LoadRequest], **config: Any) -> VirtualRun:
+    """Run a load on an engine with these fields of `EngineConfig`. DeviceError: the sanitizer has
+    found something, or a request never ended."""
+    with VirtualEngine(EngineConfig(**config)) as engine:
+        engine.send(load)
+        engine.run()
+        records = [engine.records[one.name] for one in load]
+        for record in records:
+            if record.ended is None:
+                raise DeviceError("was lost", record.name, engine.runner.number)
+        return VirtualRun(records, engine.steps, engine)
+
+
+@contextmanager
+def _virtual_clock(clock: VirtualClock) -> Iterator[None]:
+    before, EmulatedWorker.clock = EmulatedWorker.clock, clock
+    replace_clock(clock.now)
+    try:
+        yield
+    finally:
+        EmulatedWorker.clock = before
+        replace_clock(None)
+
+
+def _make_core(config: EngineConfig, folder: Path) -> EngineCore:
+    keep_scheduling_mode()
+    make_shape(folder / config.shape, config.shape)
+    given: dict[str, Any] = {
+        "max_num_seqs": config.seats,
+        "max_num_batched_tokens": config.budget,
+        "max_model_len": config.max_model_len,
+        "block_size": config.block_size,
+        "num_gpu_blocks_override": config.blocks,
+        "enable_prefix_caching": config.prefix_cache,
+        "async_scheduling": config.asynchronous,
+    }
+    device = {"profile": config.profile, "kv_gib": config.kv_gib, "noise": config.noise}
+    additional: dict[str, Any] = {KEY: device}
+    if config.scheduler == "semantic":
+        path = folder / "policy.yaml"
+        path.write_text(yaml.safe_dump(_policy(config)))
+        additional["semantic_sched"] = {"policy": str(path)}
+        given["scheduler_cls"] = "vllm_semantic_sched.SemanticScheduler"
+    else:
+        given["scheduling_policy"] = config.scheduler
+    if config.swap_gib is not None:
+        extra = {"kv_connector_extra_config": {"host_gib": config.swap_gib}}
+        given["kv_transfer_config"] = SWAP_CONNECTOR | extra
+    elif config.connector is not None:
+        given["kv_transfer_config"] = config.connector
+    arguments = EngineArgs(
+        model=str(folder / config.shape),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        enforce_eager=True,
+        worker_cls=WORKER,
+        additional_config=additional,
+        **(given | config.options),
+    )
+    vllm_config = arguments.create_engine_config()
+    with _quick_start():
+        return EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=True)
+
+
+@contextmanager
+def _quick_start() -> Iterator[None]:
+    """Leave out what only a process of its own needs, and takes a second: a frozen heap, and
+    kernels that nobody launches."""
+    with (
+        patch.object(core, "freeze_gc_heap", lambda: None),
+        patch.object(CpuPlatform, "register_triton_kernel_overrides", lambda platform: None),
+    ):
+        yield
+
+
+def _shut_down(engine: EngineCore) -> None:
+    """As vLLM does, without collecting garbage."""
+    engine.structured_output_manager.clear_backend()
+    engine.model_executor.shutdown()
+    engine.scheduler.shutdown()
+
+
+def _policy(config: EngineConfig) -> dict[str, Any]:
+    if isinstance(config.policy, dict):
+        data = dict(config.policy)
+    else:
+        data, _ = read_config(config.policy, kind="policy")
+    data["predictor"] = (data.get("predictor") or {}) | {"enabled": False}
+    data["profile"] = config.given_profile or config.profile
+    return data
+
+
+def _engine_request(one: LoadRequest, config: EngineConfig, now: float) -> EngineCoreRequest:
+    extra = {ANSWER_FIELD: [one.answer, SHAPES[config.shape]["eos_token_id"]]} | one.extra
+    if config.scheduler == "semantic":
+        extra.setdefault("urgency", one.level)
+    params = SamplingParams(max_tokens=config.max_model_len, temperature=0, extra_args=extra)
+    params.update_from_generation_config({}, SHAPES[config.shape]["eos_token_id"])
+    return EngineCoreRequest(
+        request_id=one.name,
+        prompt_token_ids=list(one.prompt),
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=now,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+        priority=one.level if config.scheduler == "priority" else 0,
+    )

@@ -1,0 +1,236 @@
+"""The worker that stands where the GPU's would; its name for `--worker-cls` is in `settings`."""
+
+import json
+from typing import Any, TextIO
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
+    KVConnectorOutput,
+    ModelRunnerOutput,
+)
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+from vllm_semantic_sched.engine.kv.connector import SemanticSwapConnector
+from vllm_semantic_sched.lab.device.clocks import Clock, StepTime, WallClock
+from vllm_semantic_sched.lab.device.copies import EmulatedCopies
+from vllm_semantic_sched.lab.device.runner import Limits, Runner
+from vllm_semantic_sched.lab.device.sanitizer import Group
+from vllm_semantic_sched.lab.device.settings import device_settings
+from vllm_semantic_sched.policy.profile.formula import load_profile
+from vllm_semantic_sched.policy.profile.model_shape import ModelShape
+
+_ACTIVATIONS = 2 * 2**30  # bytes beside weights and KV
+
+
+class LaterOutput(AsyncModelRunnerOutput):
+    """An output that is ready when the device has computed the step."""
+
+    def __init__(self, output: ModelRunnerOutput, ready: float, clock: Clock) -> None:
+        self._output, self._ready, self._clock = output, ready, clock
+
+    def get_output(self) -> ModelRunnerOutput:
+        self._clock.wait_until(self._ready)
+        return self._output
+
+
+class EmulatedWorker(WorkerBase):
+    """Computes nothing. A process that wants another clock than the real one sets `clock` before
+    the engine starts."""
+
+    clock: Clock = WallClock()
+
+    def init_device(self) -> None:
+        self.device = torch.device("cpu")
+        self.settings = device_settings(self.vllm_config.additional_config)
+        self.profile = load_profile(self.settings.profile)
+        self.connector: Any = None
+        self._trace: TextIO | None = None
+        self._flushed = 0.0
+        if self.settings.trace is not None:
+            self._trace = open(self.settings.trace, "w", encoding="utf-8")  # noqa: SIM115
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """One entry for each layer of the model's configuration."""
+        config, parallel = self.model_config, self.parallel_config
+        text = config.hf_text_config
+        shape = {
+            "block_size": self.cache_config.block_size,
+            "num_kv_heads": config.get_num_kv_heads(parallel),
+            "head_size": config.get_head_size(),
+            "dtype": torch.bfloat16,
+        }
+        kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+        return {
+            f"model.layers.{index}.self_attn": SlidingWindowSpec(
+                **shape, sliding_window=text.sliding_window
+            )
+            if kind == "sliding_attention"
+            else FullAttentionSpec(**shape)
+            for index, kind in enumerate(kinds)
+        }
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        return ["NHD", "HND"]
+
+    def determine_available_memory(self) -> int:
+        if self.settings.kv_gib is not None:
+            return int(self.settings.kv_gib * 2**30)
+        config = self.model_config.hf_config.to_dict()
+        shape = ModelShape.from_config(self.model_config.model, config, "bfloat16")
+        memory = self.settings.memory_gib * 2**30 * self.cache_config.gpu_memory_utilization
+        return int(memory - shape.weights - _ACTIVATIONS)
+
+    def initialize_from_config(self, config: KVCacheConfig) -> None:
+        groups = [
+            Group(
+                group.kv_cache_spec.block_size,
+                getattr(group.kv_cache_spec, "sliding_window", None),
+                isinstance(group.kv_cache_spec, AttentionSpec),
+            )
+            for group in config.kv_cache_groups
+        ]
+        settings = self.settings
+        self.runner = Runner(
+            *(self.profile, groups, config.num_blocks, self._limits(), self.clock),
+            noise=settings.noise,
+            seed=settings.seed,
+        )
+        if self._trace is not None:
+            self.runner.finished_step = self._write
+        if self.vllm_config.kv_transfer_config is not None:
+            self._connect(config)
+
+    def _limits(self) -> Limits:
+        scheduler, end = self.scheduler_config, self.model_config.hf_text_config.eos_token_id
+        return Limits(
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+            self.model_config.max_model_len,
+            self.model_config.get_vocab_size(),
+            end[0] if isinstance(end, list) else 0 if end is None else end,
+            self.lora_config.max_loras if self.lora_config else 0,
+        )
+
+    def _connect(self, config: KVCacheConfig) -> None:
+        self.connector = KVConnectorFactory.create_connector(
+            self.vllm_config, KVConnectorRole.WORKER, config
+        )
+        for one in getattr(self.connector, "sub_connectors", [self.connector]):
+            if isinstance(one, SemanticSwapConnector) and one.slots:
+                one.backend = EmulatedCopies(self.runner)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        return CompilationTimes(0.0, 0.0)
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def get_kv_connector_handshake_metadata(self) -> dict[Any, Any] | None:
+        return None
+
+    def update_max_model_len(self, length: int) -> None:
+        pass
+
+    def synchronize_device(self) -> None:
+        pass
+
+    def reset_mm_cache(self) -> None:
+        pass
+
+    def reset_encoder_cache(self) -> None:
+        pass
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        runner = self.runner
+        runner.begin(scheduler_output)
+        self._start_copies(scheduler_output)
+        if not scheduler_output.total_num_scheduled_tokens:
+            moved = self._end_copies(scheduler_output)
+            if moved is None:
+                return EMPTY_MODEL_RUNNER_OUTPUT
+            return ModelRunnerOutput.with_kv_conn_output_only(moved)
+        runner.submit(scheduler_output)
+        self._moved = self._end_copies(scheduler_output)
+        return None
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
+        names, tokens, time = self.runner.sample(grammar_output)
+        output = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=tokens,
+            kv_connector_output=self._moved,
+        )
+        return LaterOutput(output, time.end, self.clock)
+
+    def shutdown(self) -> None:
+        if self._trace is not None:
+            self._trace.close()
+            self._trace = None
+        if self.connector is not None:
+            self.connector.shutdown()
+
+    # The worker's side of a KV connector, in the order of vLLM's model runners
+
+    def _start_copies(self, output: SchedulerOutput) -> None:
+        metadata = output.kv_connector_metadata
+        if self.connector is None or metadata is None:
+            return
+        self.connector.handle_preemptions(metadata)
+        self.connector.bind_connector_metadata(metadata)
+        if output.has_sync_kv_loads:
+            self.connector.start_load_kv(None)
+
+    def _end_copies(self, output: SchedulerOutput) -> KVConnectorOutput | None:
+        if self.connector is None or output.kv_connector_metadata is None:
+            return None
+        connector = self.connector
+        if not output.has_sync_kv_loads:
+            connector.start_load_kv(None)
+        connector.wait_for_save()
+        results = connector.get_transfer_results(output.finished_req_ids)
+        moved = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=connector.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=connector.build_connector_worker_meta(),
+        )
+        connector.clear_connector_metadata()
+        self.runner.loads_failed |= bool(moved.failed_recving or moved.invalid_block_ids)
+        return moved
+
+    def _write(self, time: StepTime) -> None:
+        batch = time.batch
+        row = {
+            "end": round(time.end, 6),
+            "seconds": round(time.end - time.begin, 6),
+            "idle": round(time.idle, 6),
+            "waited": round(time.waited, 6),
+            "prefills": batch.prefills,
+            "prefill_tokens": batch.prefill_tokens,
+            "prefill_squares": batch.prefill_squares,
+            "decodes": batch.decodes,
+            "context": batch.context,
+            "sampled": time.sampled,
+        }
+        assert self._trace is not None
+        self._trace.write(json.dumps(row) + "\n")
+        if time.end - self._flushed > 1.0:
+            self._flushed = time.end
+            self._trace.flush()
