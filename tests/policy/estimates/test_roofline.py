@@ -215,6 +215,7 @@ SMALL_CPU = {"num_key_value_heads": 4, "vocab_size": 32768, "torch_dtype": "floa
 # TFLOP/s and the model of each shipped profile. The processor's two cores: by its matrix products.
 SHIPPED = {
     "default": (312.0, LLAMA),
+    "h100-8b": (989.0, LLAMA),
     "phone": (4.0, LLAMA | {"num_hidden_layers": 16}),
     "cpu-2core-tiny": (
         0.2,
