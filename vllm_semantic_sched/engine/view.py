@@ -89,6 +89,10 @@ class VllmView:
         jobs = self._jobs_of(scheduler.kv_holding_waiting)
         return [job for job in jobs if self.is_ready(job)]
 
+    def idle(self) -> Sequence[Job]:
+        sessions = self._jobs_of(vllm_api.idle_sessions(self.scheduler))
+        return sorted(sessions, key=lambda job: (-job.effective_level, job.entered))
+
     def returning(self) -> Collection[Job]:
         scheduler = self.scheduler
         if self._stale:
@@ -177,6 +181,8 @@ class VllmView:
     def preempt(self, job: Job, reason: str, beneficiary: Job | None = None) -> None:
         if job.state is JobState.RUNNING:  # else it has ended with another answer to its prompt
             self.preemptions.evict(self._request(job), reason, beneficiary)
+        elif job in self.core.with_kv:
+            self.preemptions.release(self._request(job))
 
     def preempted(self, request: Request) -> None:
         """vLLM is preempting a request, for whatever reason."""
