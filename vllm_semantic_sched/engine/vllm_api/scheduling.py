@@ -63,12 +63,6 @@ class HookedScheduler(Scheduler):
 
     def _update_request_as_session(self, session: Request, *args: Any, **kwargs: Any) -> None:
         super()._update_request_as_session(session, *args, **kwargs)
-        if session in _without_kv:
-            # Not earlier: until its next input, vLLM tells by the computed tokens what it has said.
-            _without_kv.discard(session)
-            session.num_computed_tokens = 0
-            self.kv_holding_waiting.remove_request(session)
-            self.waiting.add_request(session)
         self.after_turn(session)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
@@ -171,8 +165,18 @@ def idle_sessions(scheduler: Scheduler) -> list[Request]:
 
 def release_idle(scheduler: Scheduler, session: Request) -> None:
     """Free the KV of an idle session: with its next input, its tokens are computed again."""
-    scheduler._free_request_blocks(session)
     _without_kv.add(session)
+    scheduler._free_request_blocks(session)
+
+
+def compute_again(scheduler: Scheduler, session: Request) -> None:
+    """Let a session with new input compute all of its tokens if it gave way; no-op if not."""
+    if session in _without_kv:
+        # Not earlier: until its next input, vLLM tells by the computed tokens what it has said.
+        session.num_computed_tokens = 0
+        _without_kv.discard(session)
+        scheduler.kv_holding_waiting.remove_request(session)
+        scheduler.waiting.add_request(session)
 
 
 class StepLimits:
