@@ -1,6 +1,6 @@
 """What keeps the package readable: a size that can be read, and functions that fit on a screen.
 
-Who lets the package grow raises a limit here, and says why. (34,000: the emulated device.)
+Who lets the package grow raises a limit here, and says why. (34,500: the emulated device.)
 """
 
 import ast
@@ -17,8 +17,8 @@ def lines_in(folder: Path) -> int:
     return sum(len(path.read_text("utf-8").splitlines()) for path in folder.rglob("*.py"))
 
 
-def test_package_has_at_most_34_000_lines() -> None:
-    assert lines_in(PACKAGE) <= 34_000
+def test_package_has_at_most_34_500_lines() -> None:
+    assert lines_in(PACKAGE) <= 34_500
     assert sum(lines_in(PACKAGE / room) for room in SERVING) <= 15_750
 
 
