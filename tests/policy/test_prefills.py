@@ -3,14 +3,18 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import make_job
+from jobs import make_job, seated
 
 from vllm_semantic_sched.policy.config.order import Stage
 from vllm_semantic_sched.policy.prefills import Prefill, gates_prefills, share
 
 
 def prefill(level: int, tokens: int, may_sit_out: bool = True) -> Prefill:
-    return Prefill(make_job(level, prompt_tokens=tokens), tokens, may_sit_out)
+    return Prefill(seated(make_job(level, prompt_tokens=tokens)), tokens, may_sit_out)
+
+
+def newcomer(level: int, tokens: int) -> Prefill:
+    return Prefill(make_job(level, prompt_tokens=tokens), tokens, True)
 
 
 def served(prefills: list[Prefill], budget: int) -> list[int]:
@@ -51,6 +55,11 @@ def test_less_urgent_prefill_sits_out_if_its_part_would_cut_a_more_urgent_one() 
 
 def test_prefill_that_has_sat_out_long_enough_shares_the_step() -> None:
     assert served([prefill(0, 1500), prefill(4, 4000, may_sit_out=False)], 2048) == [1024, 1024]
+
+
+def test_newcomer_takes_nothing_from_a_more_urgent_prefill() -> None:
+    limits = share([prefill(0, 4000), newcomer(1, 500), prefill(4, 3000)], 2000)
+    assert limits.cap == 2000 and [job.level for job in limits.held] == [4]
 
 
 def test_equally_urgent_prefills_share_a_step_that_is_too_small() -> None:

@@ -30,7 +30,7 @@ class Prefill(NamedTuple):
 
     job: Job
     tokens: int  # that it still has to compute
-    may_sit_out: bool
+    may_sit_out: bool  # a waiting one always may
 
 
 def share(prefills: Sequence[Prefill], budget: int) -> PrefillLimits:
@@ -60,13 +60,15 @@ def share(prefills: Sequence[Prefill], budget: int) -> PrefillLimits:
 def share_without(last: Prefill, prefills: Sequence[Prefill], budget: int) -> PrefillLimits:
     """The same where `last` sits out."""
     limits = share([prefill for prefill in prefills if prefill is not last], budget)
-    return PrefillLimits((last.job, *limits.held), limits.cap, beneficiary=prefills[0].job)
+    held = (last.job,) if last.job.seat is not None else ()
+    return PrefillLimits((*held, *limits.held), limits.cap, beneficiary=prefills[0].job)
 
 
 def _limits(held: Sequence[Prefill], cap: int | None, first: Prefill) -> PrefillLimits:
-    if not held:
+    running = tuple(prefill.job for prefill in held if prefill.job.seat is not None)
+    if not running:
         return NO_LIMITS if cap is None else PrefillLimits(cap=cap)
-    return PrefillLimits(tuple(prefill.job for prefill in held), cap, beneficiary=first.job)
+    return PrefillLimits(running, cap, beneficiary=first.job)
 
 
 def _even_share(tokens: Sequence[int], budget: int) -> int:
@@ -118,7 +120,8 @@ class PrefillSharing:
             if job.seat is not None:
                 job.seat.yielded = job.seat.yielded + 1 if job in held else 0
         if held:
-            self._served = [(job, job.computed) for job in queue if job not in held]
+            going = [prefill for prefill in prefills if prefill.job not in held]
+            self._served = [(job, job.computed) for job in _with_tokens(going, limits, budget)]
         return limits
 
     def _look_back(self, core: SchedulingCore) -> None:
@@ -151,13 +154,24 @@ class PrefillSharing:
             yield job
 
 
+def _with_tokens(
+    prefills: Sequence[Prefill], limits: PrefillLimits, budget: float
+) -> Iterator[Job]:
+    """The jobs for which the budget lasts."""
+    for job, tokens, _ in prefills:
+        if budget <= 0:
+            return
+        yield job
+        budget -= tokens if limits.cap is None else min(tokens, limits.cap)
+
+
 def _tokens_left(job: Job) -> int:
     in_place = job.computed if job.seat is not None else job.swapped
     return max(1, job.tokens - in_place)
 
 
 def _may_sit_out(job: Job) -> bool:
-    return job.seat is not None and job.seat.yielded < MOST_YIELDS
+    return job.seat is None or job.seat.yielded < MOST_YIELDS
 
 
 def gate(core: SchedulingCore, view: EngineView) -> PrefillLimits:
