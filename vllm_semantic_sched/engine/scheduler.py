@@ -86,9 +86,6 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             policy, profile, clock=self.clock, on_error=self.guard.failed
         )
         self._event_log = self._open_event_log(core)
-        if self._event_log is not None:
-            core.lifecycle.listeners.append(self._event_log)
-            core.record_why(self._event_log, monotonic)
         core.lifecycle.later_listeners.append(RequestMetrics(core, self.counters))
         # Each group of layers has blocks of its own.
         blocks = vllm_api.total_kv_blocks(self) // vllm_api.kv_cache_groups(self) or None
@@ -401,13 +398,16 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         if settings.path is None:
             return None
         engine = self.vllm_config.parallel_config.data_parallel_index
-        return EventLog(
+        log = EventLog(
             settings,
             engine,
             lambda: core.policy.tier_names,
             policy_hash=lambda: self.live_policy.version.fingerprint,
             model=core.policy.predictor.model if core.policy.reads(hinted=False) else "",
         )
+        core.lifecycle.listeners.append(log)
+        core.record_why(log, monotonic)
+        return log
 
     def gauges(self) -> Gauges:
         """All gauges; brings counters that are counted elsewhere up to date."""
