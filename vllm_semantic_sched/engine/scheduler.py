@@ -36,6 +36,8 @@ from vllm_semantic_sched.policy.overload.refusal import DROPPED, TOO_LARGE
 from vllm_semantic_sched.policy.profile.formula import AUTO, EngineProfile
 from vllm_semantic_sched.policy.step import SchedulingStep
 
+_MOST_MEASURED = 64  # lengths of encoder inputs for which the room beside them is remembered
+
 
 class SemanticScheduler(vllm_api.HookedScheduler):
     """Serves the most urgent requests first, and the shortest first among equals. Under the base
@@ -91,6 +93,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         blocks = vllm_api.total_kv_blocks(self) // vllm_api.kv_cache_groups(self) or None
         capacity = EngineCapacity(vllm_api.seats(self), blocks, self.block_size)
         core.set_capacity(capacity, 1 + self.num_spec_tokens)
+        self._room_beside: dict[int, int] = {}  # see `_kv_tokens`, by tokens of encoder inputs
         self._endings = Endings(self)
         self.preemptions = Preemptions(self, core, self._endings, self.counters)
         self.predictions = PredictionFeed(
@@ -102,7 +105,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         )
         self.samples = StepSamples()
         self.arrivals = Arrivals(
-            *(core, self.jobs, self.predictions, self._endings, self.counters, self._kv_tokens()),
+            *(core, self.jobs, self.predictions, self._endings, self.counters, self._kv_tokens),
             logs_blocks=self._event_log is not None and self.hash_block_size == self.block_size,
         )
         self.readings = RecentReadings()
@@ -123,10 +126,15 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             self.live_policy.start()
         self._report_settings(policy, profile)
 
-    def _kv_tokens(self) -> int:
+    def _kv_tokens(self, request: Request) -> int:
         """See `vllm_api.most_kv_tokens`."""
         with self.guard("measuring the KV cache"):
-            return vllm_api.most_kv_tokens(self)
+            encoded = vllm_api.encoder_tokens(self, request)
+            if encoded not in self._room_beside:
+                if len(self._room_beside) > _MOST_MEASURED:
+                    self._room_beside.clear()
+                self._room_beside[encoded] = vllm_api.most_kv_tokens(self, encoded)
+            return self._room_beside[encoded]
         return self.max_model_len
 
     def _report_settings(self, policy: Policy, profile: EngineProfile) -> None:

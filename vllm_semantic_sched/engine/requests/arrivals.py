@@ -3,7 +3,7 @@ scheduler state. In an offline engine, and without an engine, everything happens
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,7 @@ class Arrivals:
     predictions: PredictionFeed
     endings: Endings
     counters: Counters
-    most_kv_tokens: int  # that one request can have
+    most_kv_tokens: Callable[[Request], int]  # that a request can have
     logs_blocks: bool  # jobs keep the hashes of their KV blocks, for the event log
 
     def prepare(self, request: Request) -> None:
@@ -80,7 +80,7 @@ class Arrivals:
     def fit(self, job: Job, request: Request) -> bool:
         """Whether a new request can ever fit into the KV cache. An answer that may grow too long
         ends where the blocks do, as it would at `max_model_len`."""
-        room = self.most_kv_tokens - request.num_prompt_tokens + 1  # the last token needs no KV
+        room = 1 + self.most_kv_tokens(request) - request.num_prompt_tokens  # its last needs no KV
         params = request.sampling_params
         if params is None or room < max(1, params.min_tokens):
             return params is None
