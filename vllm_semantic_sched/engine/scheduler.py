@@ -20,7 +20,12 @@ from vllm_semantic_sched.engine.metrics.event_log import EventLog
 from vllm_semantic_sched.engine.metrics.gauges import RequestMetrics, gauges_of
 from vllm_semantic_sched.engine.preemption import Preemptions
 from vllm_semantic_sched.engine.requests.arrivals import Arrivals
-from vllm_semantic_sched.engine.requests.endings import Endings, RecentReadings, end_of
+from vllm_semantic_sched.engine.requests.endings import (
+    Endings,
+    RecentReadings,
+    end_of,
+    is_part_of_beam,
+)
 from vllm_semantic_sched.engine.requests.prediction import PredictionFeed
 from vllm_semantic_sched.engine.requests.queue import SemanticRequestQueue
 from vllm_semantic_sched.engine.startup.auto_profile import engine_profile
@@ -346,7 +351,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                 end = end_of(request, refusal, self.predictions.tokenizer)
                 taker = None if refusal is None else refusal.beneficiary
                 self.core.finish(job, *end, taker)
-                if self._event_log is not None:
+                if self._event_log is not None and not is_part_of_beam(request):
                     self.readings.keep(job)
         if job is not None:
             with self.guard("forgetting a request"):

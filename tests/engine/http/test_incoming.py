@@ -3,14 +3,17 @@
 import asyncio
 import json
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
+from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.sampling_params import SamplingParams
 
 from vllm_semantic_sched.engine.http.dispatch import Dispatch
 from vllm_semantic_sched.engine.http.incoming import ServerState, incoming
 from vllm_semantic_sched.engine.http.middleware import Refusals, watch
 from vllm_semantic_sched.engine.http.preparation import GlanceRules, UrgentFirst
+from vllm_semantic_sched.engine.vllm_api import is_beam
 from vllm_semantic_sched.policy.config import parse_policy
 
 pytestmark = pytest.mark.engine
@@ -24,13 +27,25 @@ class Server:
 
     def __init__(self) -> None:
         self.given: list[SamplingParams] = []
+        self.priorities: list[int] = []
         self.bodies: list[bytes] = []
         self.state = SimpleNamespace(semsched=ServerState(rules=RULES), engine_client=self)
 
-    async def generate(self, prompt, sampling_params, request_id):
+    async def generate(self, prompt, sampling_params, request_id, priority=0):
         self.given.append(sampling_params)
+        self.priorities.append(priority)
         return
         yield
+
+    async def search(self, scope, receive, send):
+        """Answers with two beams of two tokens, whose parameters vLLM makes itself."""
+        await receive()
+        params = SamplingParams(max_tokens=1)
+        for _ in range(2):
+            for beam in range(2):
+                name = f"id-0123456789abcdef-beam-{beam}"
+                async for _ in self.state.engine_client.generate("", params, name):
+                    pass
 
     async def app(self, scope, receive, send):
         body, more = b"", True
@@ -46,7 +61,16 @@ class Server:
         async for _ in self.state.engine_client.generate("", params, scope.get("id", "id")):
             pass
 
-    def post(self, body, headers=(), path="/v1/chat/completions", pieces=1, leave=False, **more):
+    def post(
+        self,
+        body,
+        headers=(),
+        path="/v1/chat/completions",
+        pieces=1,
+        leave=False,
+        app="app",
+        **more,
+    ):
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         size = max(1, -(-len(raw) // pieces))
         parts = [raw[at : at + size] for at in range(0, len(raw), size)] or [b""]
@@ -71,7 +95,7 @@ class Server:
             "app": self,
             **more,
         }
-        asyncio.run(Refusals(UrgentFirst(self.app))(scope, receive, send))
+        asyncio.run(Refusals(UrgentFirst(getattr(self, app)))(scope, receive, send))
 
 
 @pytest.mark.parametrize(
@@ -132,3 +156,40 @@ def test_parameters_that_cannot_carry_a_tenant_are_left_alone() -> None:
     server = Server()
     watch(server)
     assert callable(Dispatch(server).prepare(("", None, "id"), {}))
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "extra", "priority"),
+    [
+        ({"vllm_xargs": {"urgency": 1, "mine": 2}}, HEADER, {"urgency": 1, "tenant": "gateway"}, 0),
+        ({"priority": 3, "user": "eve"}, (), {"tenant": "eve"}, 3),
+        ({"priority": 3}, ((b"x-vllm-priority", b"2"),), None, 2),
+        ({}, (), None, 0),
+    ],
+)
+def test_beams_have_the_hints_of_the_request(body, headers, extra, priority) -> None:
+    server = Server()
+    server.post(body | {"use_beam_search": True}, headers, app="search")
+    assert [params.extra_args for params in server.given] == [extra] * 4
+    assert server.priorities == [priority] * 4
+
+
+def test_ids_of_vllms_beams_are_recognized() -> None:
+    names = []
+
+    class Serving(BeamSearchOnlineMixin):
+        renderer = engine_client = MagicMock()
+
+    def generate(prompt, params, name, **more):
+        names.append(name)
+        raise InterruptedError
+
+    Serving.engine_client.generate = generate
+    prompt = {"type": "token", "prompt_token_ids": [1, 2]}
+    params = MagicMock(beam_width=2, max_tokens=1, temperature=0.0, allowed_token_ids=None)
+    search = Serving().beam_search(prompt, "cmpl-7", params)
+    with pytest.raises(InterruptedError):
+        asyncio.run(anext(search))
+    assert names and all(map(is_beam, names))
+    assert is_beam(names[0] + "-0a1b2c3d")  # as it reaches the engine
+    assert not is_beam("cmpl-beam-1") and not is_beam("")

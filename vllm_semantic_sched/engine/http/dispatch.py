@@ -10,7 +10,7 @@ from vllm_semantic_sched.engine.http.incoming import Incoming, incoming, state_o
 from vllm_semantic_sched.engine.http.siblings import Siblings
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.requests.arrivals import pass_reading
-from vllm_semantic_sched.engine.vllm_api import RANK, engine_count
+from vllm_semantic_sched.engine.vllm_api import RANK, engine_count, is_beam
 from vllm_semantic_sched.policy.placement import Placed, Placement
 
 
@@ -32,7 +32,11 @@ class Dispatch:
         placed = None
         request = incoming.get()
         params = args[1] if len(args) > 1 else kwargs.get("sampling_params")
+        request_id = args[2] if len(args) > 2 else kwargs.get("request_id", "")
         if request is not None:
+            with self._guard("passing hints on"):
+                if request.hints and is_beam(request_id):
+                    _repeat_hints(request, params, kwargs)
             with self._guard("naming the tenant"):
                 given = getattr(params, "extra_args", None)
                 extra = tenant_arguments(given, request.user, request.tenant)
@@ -42,7 +46,7 @@ class Dispatch:
                 with self._guard("passing a reading on"):
                     pass_reading(params, request.reading)
         with self._guard("choosing an engine"):
-            session = args[2] if len(args) > 2 else kwargs.get("request_id", "")
+            session = request_id
             if request is not None:
                 session = request.user or request.tenant or session
             placed = self._place(request, params, kwargs.get(RANK), str(session))
@@ -101,6 +105,14 @@ class Dispatch:
         siblings = state_of(self._app).siblings
         fits = siblings is not None and siblings.shape == (engines, levels)
         self._siblings = siblings if fits else None
+
+
+def _repeat_hints(request: Incoming, params: Any, kwargs: dict[str, Any]) -> None:
+    """Give a beam the hints of the client's request, which vLLM's beam search leaves behind."""
+    if "urgency" in request.hints:
+        params.extra_args = {"urgency": request.hints["urgency"]} | (params.extra_args or {})
+    if "priority" in request.hints:
+        kwargs.setdefault("priority", request.hints["priority"])
 
 
 def pool_of(session: str, canaries: int, engines: int) -> range:

@@ -10,7 +10,12 @@ from typing import Any
 from vllm_semantic_sched.engine.clock import unix_time
 from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.metrics.counters import Counters
-from vllm_semantic_sched.engine.requests.endings import Endings, origin_of, parent_of
+from vllm_semantic_sched.engine.requests.endings import (
+    Endings,
+    is_part_of_beam,
+    origin_of,
+    parent_of,
+)
 from vllm_semantic_sched.engine.requests.prediction import PredictionFeed
 from vllm_semantic_sched.engine.vllm_api import Request
 from vllm_semantic_sched.policy.config import Policy
@@ -148,7 +153,7 @@ class Arrivals:
         provisional, awaits_prediction = None, False
         if reads:
             provisional, awaits_prediction = self.predictions.read(request, hint, passed, submitted)
-        if reads and not awaits_prediction:  # the predictor's queue is full
+        if reads and not awaits_prediction and not is_part_of_beam(request):  # its queue is full
             problems["unread_prompts"] = None
         if hint.problem:
             problems["invalid_hints"] = hint.problem

@@ -1,6 +1,7 @@
 """vLLM's servers: their authentication, engines, device and model."""
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,14 @@ from vllm.config import VllmConfig
 RANK = "data_parallel_rank"
 """Argument of the engine client's `generate`: the number of the engine; None: vLLM chooses. vLLM
 fills it from the header X-data-parallel-rank."""
+
+_BEAM = re.compile(r".*-[0-9a-f]{16}-beam-\d+(?:-[0-9a-f]{8})?", re.DOTALL)
+
+
+def is_beam(request_id: str) -> bool:
+    """Whether a request computes the next token of one beam of a beam search. vLLM makes each a
+    request of its own, with sampling parameters that say nothing of the client's request."""
+    return _BEAM.fullmatch(request_id) is not None
 
 
 class Unauthorized:
