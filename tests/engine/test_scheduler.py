@@ -174,7 +174,8 @@ def test_running_prefill_yields_to_an_urgent_request(policy, mode, beside_the_de
     add(scheduler, "long", urgency=3, prompt_tokens=2000)
     run_step(scheduler)
     add(scheduler, "urgent", urgency=0, prompt_tokens=20, output_tokens=5)
-    assert run_step(scheduler).num_scheduled_tokens == {"urgent": 20}
+    # What it leaves of the step goes to the other one.
+    assert run_step(scheduler).num_scheduled_tokens == {"urgent": 20, "long": 180}
     step = run_step(scheduler)
     assert step.num_scheduled_tokens.get("long", 0) == beside_the_decode
     assert step.num_scheduled_tokens["urgent"] == 1

@@ -87,6 +87,12 @@ class Preemptions:
         if reason == URGENT:
             self._counters.add("admission_preemptions")
 
+    def release(self, session: Request) -> None:
+        """Free the KV of an idle session for a more urgent request."""
+        self._counters.add("preempted_tokens", count=session.num_computed_tokens)
+        vllm_api.release_idle(self._scheduler, session)
+        self._counters.add("admission_preemptions")
+
     @contextmanager
     def because(self, reason: str, beneficiary: Job | None = None) -> Iterator[None]:
         """While inside, whatever vLLM preempts is preempted for this reason."""

@@ -326,6 +326,8 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                 self._endings.refuse_prompt(job, DROPPED)  # once it is back in the queue
 
     def after_turn(self, request: Request) -> None:
+        with self.guard("restoring a session"):
+            vllm_api.compute_again(self, request)
         with self.guard("reading a session's input"):
             self.arrivals.turn(self.jobs[request.request_id], request)
             for queue in (self.waiting, self.kv_holding_waiting):

@@ -43,6 +43,7 @@ class VllmView:
     _since: dict[Request, int] = field(default_factory=dict, init=False)  # first step of returning
     _stale: set[Request] = field(default_factory=set, init=False)  # preempted with output in flight
     _claims: list[float] = field(default_factory=list, init=False)  # levels of `keep_seats_for`
+    _queues: list[SemanticRequestQueue] = field(default_factory=list, init=False)
     _claimed: set[str] = field(default_factory=set, init=False)  # the requests of these levels
     _first: Job | None = field(default=None, init=False)  # see `admit_first`
     _adapters: set[int] | None = field(default=None, init=False)  # in use when the step began
@@ -88,6 +89,10 @@ class VllmView:
             return ()
         jobs = self._jobs_of(scheduler.kv_holding_waiting)
         return [job for job in jobs if self.is_ready(job)]
+
+    def idle(self) -> Sequence[Job]:
+        sessions = self._jobs_of(vllm_api.idle_sessions(self.scheduler))
+        return sorted(sessions, key=lambda job: (-job.effective_level, job.entered))
 
     def returning(self) -> Collection[Job]:
         scheduler = self.scheduler
@@ -177,6 +182,8 @@ class VllmView:
     def preempt(self, job: Job, reason: str, beneficiary: Job | None = None) -> None:
         if job.state is JobState.RUNNING:  # else it has ended with another answer to its prompt
             self.preemptions.evict(self._request(job), reason, beneficiary)
+        elif job in self.core.with_kv:
+            self.preemptions.release(self._request(job))
 
     def preempted(self, request: Request) -> None:
         """vLLM is preempting a request, for whatever reason."""
@@ -233,6 +240,8 @@ class VllmView:
     def restore_limits(self) -> None:
         self._held_decodes = 0
         self._adapters = None
+        for queue in self._queues:
+            queue.end_step()
         self._claims, self._claimed, self._first = [], set(), None
         if self._limited:
             self._limits.restore()
@@ -251,6 +260,7 @@ class VllmView:
                 (core.with_kv, self.may_resume),
             )
         ]
+        self._queues = queues
         # The tail of self.running, where vLLM takes its victims, is the least urgent request.
         vllm_api.replace_queues(scheduler, *queues)
         for queue, requests in zip(queues, before, strict=True):
@@ -272,6 +282,7 @@ class VllmView:
             return -1 if job is None else job.sequence
 
         vllm_api.restore_queues(scheduler)
+        self._queues = []
         for request in sorted(waiting, key=arrival):
             scheduler.waiting.add_request(request)
         for request in sorted(holding, key=arrival):

@@ -135,9 +135,10 @@ class PrefillSharing:
     ) -> Iterator[Job]:
         """The next waiting jobs, as far as they can start and a less urgent prefill runs."""
         least_urgent = max(job.effective_level for job in prefilling)
-        if core.waiting.peek() is None or not core.policy.uses_urgency:
+        seats = view.free_seats()
+        if seats <= 0 or core.waiting.peek() is None or not core.policy.uses_urgency:
             return
-        seats, blocks = view.free_seats(), view.free_blocks()
+        blocks = view.free_blocks()
         for job in itertools.islice(core.waiting.ordered(), _NEWCOMERS):
             if job.effective_level >= least_urgent:
                 return

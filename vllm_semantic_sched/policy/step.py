@@ -207,8 +207,12 @@ class SchedulingStep:
         if loaded:
             free = view.free_seats() + len(loaded)
             self._preempt(view, core.eviction.claim_seats(loaded, free, view))
+        head = core.waiting.peek()
+        if head is not None and len(core.with_kv) and not view.is_paused():
+            blocks = view.free_blocks() + view.coming_blocks()
+            for session in core.eviction.idle_for(head, view, blocks):
+                view.preempt(session, URGENT, head)
         if core.eviction.wants_room and not view.is_paused():
-            head = core.waiting.peek()
             # Those behind the head leave it the next seat (`_keep_seats`).
             level = math.inf if head is None else head.effective_level
             seats = view.free_seats() + sum(job.effective_level > level for job in loaded)

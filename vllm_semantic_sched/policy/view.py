@@ -79,7 +79,7 @@ class EngineView(AdmissionView, Protocol):
 
     def preempt(self, job: Job, reason: str, beneficiary: Job | None = None) -> None:
         """Preempt a running job, for another one if that is known, and queue it again, or end it if
-        that is the plan."""
+        that is the plan; or free the KV of an idle session."""
 
     def end(self, job: Job, refusal: Refusal) -> None:
         """End a job without its answer."""

@@ -226,6 +226,9 @@ class Engine:
     def loaded(self) -> Sequence[Job]:
         return ()
 
+    def idle(self) -> Sequence[Job]:
+        return ()
+
     def returning(self) -> Collection[Job]:
         return ()
 

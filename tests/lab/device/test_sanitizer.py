@@ -11,6 +11,7 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.sched.output import GrammarOutput
 
+from vllm_semantic_sched.lab.device import virtual
 from vllm_semantic_sched.lab.device.load import Lengths, LoadConfig, draw_load
 from vllm_semantic_sched.lab.device.sanitizer import Chain, DeviceError, Group, Sanitizer
 from vllm_semantic_sched.lab.device.virtual import EngineConfig, VirtualEngine
@@ -285,7 +286,9 @@ def test_broken_scheduler_is_found(break_it, problem) -> None:
         raise error
 
 
-def test_stalled_engine_is_found() -> None:
+def test_stalled_engine_is_found(monkeypatch) -> None:
+    monkeypatch.setattr(virtual, "_STALLED", 5.0)
+
     def stop(engine: VirtualEngine) -> None:
         engine.scheduler.running.clear()
         engine.scheduler.max_num_running_reqs = 0

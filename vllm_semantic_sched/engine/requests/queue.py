@@ -11,7 +11,8 @@ from vllm_semantic_sched.policy.order.waiting import WaitingQueue
 
 
 class SemanticRequestQueue(RequestQueue):
-    """Waiting requests by rank. If the core fails, the queue continues first come, first served.
+    """Waiting requests by rank. If the core fails, the queue goes on first come, first served until
+    it has been put into order again.
 
     vLLM peeks at the head, allocates for it and then pops, so `pop_request` always returns what
     `peek_request` returned last, even after a failure. A queue whose requests are all held back by
@@ -36,15 +37,11 @@ class SemanticRequestQueue(RequestQueue):
         self._is_skipped = is_skipped  # whether vLLM will put a request back in this step
         self._lifted: dict[str, tuple[Job, Rank]] = {}  # such requests
         self._ordered = True
+        self._steps_in_disorder = 0
         self._peeked: Request | None = None
         self._popped: Request | None = None  # the last one that vLLM took out
 
     def add_request(self, request: Request) -> None:
-        if not self._ordered and not self._members:
-            with self._guard("emptying the queue"):
-                for job in list(self._queue):
-                    self._queue.remove(job)
-                self._ordered = True
         self._peeked = None
         self._members[request.request_id] = request
         if self._ordered:
@@ -70,6 +67,26 @@ class SemanticRequestQueue(RequestQueue):
                         self._core.requeue(self._jobs[name], self._queue)
                 except Exception:
                     self._fall_back("queueing a request again")
+
+    def end_step(self) -> None:
+        """vLLM has filled a step: what was skipped is back. After a failure, put all into order
+        again, in the first step, the second, the fourth and so on."""
+        self._popped = None
+        self._lifted.clear()
+        if self._ordered:
+            self._steps_in_disorder = 0
+            return
+        self._steps_in_disorder += 1
+        if self._steps_in_disorder & (self._steps_in_disorder - 1):
+            return
+        try:
+            for job in list(self._queue):
+                self._queue.remove(job)
+            for name in self._members:
+                self._core.requeue(self._jobs[name], self._queue)
+            self._ordered = True
+        except Exception:
+            self._guard.failed("putting the queue into order again")
 
     def reposition(self, request: Request) -> None:
         """Move a request to its place after its rank has changed; no-op if it is not here."""
@@ -97,9 +114,11 @@ class SemanticRequestQueue(RequestQueue):
     def _lift(self, request: Request) -> bool:
         """Take out a request that vLLM is about to put back; False if it may start."""
         name = request.request_id
-        if not self._ordered or not self._is_skipped(request):
+        if not self._ordered:
             return False
         try:
+            if not self._is_skipped(request):
+                return False
             job = self._jobs[name]
             rank = self._core.skip(job, self._queue)
         except Exception:
@@ -168,6 +187,6 @@ class SemanticRequestQueue(RequestQueue):
         return next(iter(self._members.values()), None)
 
     def _fall_back(self, doing: str) -> None:
-        """First come, first served, until the queue has emptied."""
+        """First come, first served, until `end_step` has put the queue into order again."""
         self._guard.failed(doing)
         self._ordered = False

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Collection, Sequence
 from typing import Any
+from weakref import WeakSet
 
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -144,6 +145,38 @@ def is_stale(scheduler: Scheduler, request: Request) -> bool:
 def seats(scheduler: Scheduler) -> int:
     """Most requests that vLLM lets run at once."""
     return min(scheduler.max_num_running_reqs, scheduler.max_num_active_reqs)
+
+
+_without_kv: WeakSet[Request] = WeakSet()  # idle sessions that gave way
+
+
+def idle_sessions(scheduler: Scheduler) -> list[Request]:
+    """Sessions that hold KV and wait for input, with no output in flight."""
+    if not scheduler.num_waiting_for_streaming_input:
+        return []
+    return [
+        one
+        for one in scheduler.kv_holding_waiting
+        if one.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+        and one not in _without_kv
+        and not one.num_in_flight_tokens
+    ]
+
+
+def release_idle(scheduler: Scheduler, session: Request) -> None:
+    """Free the KV of an idle session: with its next input, its tokens are computed again."""
+    _without_kv.add(session)
+    scheduler._free_request_blocks(session)
+
+
+def compute_again(scheduler: Scheduler, session: Request) -> None:
+    """Let a session with new input compute all of its tokens if it gave way; no-op if not."""
+    if session in _without_kv:
+        # Not earlier: until its next input, vLLM tells by the computed tokens what it has said.
+        session.num_computed_tokens = 0
+        _without_kv.discard(session)
+        scheduler.kv_holding_waiting.remove_request(session)
+        scheduler.waiting.add_request(session)
 
 
 class StepLimits:

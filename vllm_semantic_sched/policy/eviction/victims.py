@@ -40,6 +40,9 @@ class AdmissionView(Protocol):
     def coming_blocks(self) -> int:
         """KV blocks that become free when the steps in flight have ended."""
 
+    def idle(self) -> Sequence[Job]:
+        """Sessions that hold KV while they wait for input, the least urgent first."""
+
     def reserved_blocks(self) -> int:
         """KV blocks that the engine sets aside for running prefills before it begins to load KV
         for a waiting job."""
@@ -284,6 +287,23 @@ class Eviction:
         that the engine sets aside for running prefills: it may load KV."""
         reserved = view.reserved_blocks() if job is self.passed_over else 0
         return view.needed_blocks(job) + reserved
+
+    def idle_for(self, job: Job, view: AdmissionView, blocks: int) -> list[Job]:
+        """Idle sessions, less urgent than the next waiting job, whose KV makes room for it beside
+        `blocks` free ones: what they hold is no more than a cache. None if that is not enough and
+        `job` may not preempt running jobs besides."""
+        if not (sessions := view.idle()):
+            return []
+        missing = self.needed_blocks(job, view) - blocks
+        found: list[Job] = []
+        for session in sessions:
+            if missing <= 0 or session.effective_level <= job.effective_level:
+                break
+            freed = view.freeable_blocks(session)
+            if freed:
+                found.append(session)
+                missing -= freed
+        return found if missing <= 0 or self.worth_preempting(job) else []
 
     def claim_seats(self, loaded: Sequence[Job], seats: int, view: AdmissionView) -> dict[Job, Job]:
         """Victims for jobs whose KV is complete on the device, the most urgent first: the seat that
