@@ -2,7 +2,7 @@
 several (data parallelism): vLLM's own balancer compares loads and knows no urgency."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_semantic_sched.engine.guard import Guard
@@ -36,7 +36,7 @@ class Dispatch:
         if request is not None:
             with self._guard("passing hints on"):
                 if request.hints and is_beam(request_id):
-                    _repeat_hints(request, params, kwargs)
+                    _repeat_hints(request.hints, params, kwargs)
             with self._guard("naming the tenant"):
                 given = getattr(params, "extra_args", None)
                 extra = tenant_arguments(given, request.user, request.tenant)
@@ -107,12 +107,12 @@ class Dispatch:
         self._siblings = siblings if fits else None
 
 
-def _repeat_hints(request: Incoming, params: Any, kwargs: dict[str, Any]) -> None:
+def _repeat_hints(hints: Mapping[str, Any], params: Any, kwargs: dict[str, Any]) -> None:
     """Give a beam the hints of the client's request, which vLLM's beam search leaves behind."""
-    if "urgency" in request.hints:
-        params.extra_args = {"urgency": request.hints["urgency"]} | (params.extra_args or {})
-    if "priority" in request.hints:
-        kwargs.setdefault("priority", request.hints["priority"])
+    if "urgency" in hints:
+        params.extra_args = {"urgency": hints["urgency"]} | (params.extra_args or {})
+    if "priority" in hints:
+        kwargs.setdefault("priority", hints["priority"])
 
 
 def pool_of(session: str, canaries: int, engines: int) -> range:
