@@ -7,14 +7,17 @@ from unittest.mock import MagicMock
 
 import pytest
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+from vllm.exceptions import GenerationError
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
 from vllm_semantic_sched.engine.http.dispatch import Dispatch
 from vllm_semantic_sched.engine.http.incoming import ServerState, incoming
-from vllm_semantic_sched.engine.http.middleware import Refusals, watch
+from vllm_semantic_sched.engine.http.middleware import Refusals, RequestRefused, watch
 from vllm_semantic_sched.engine.http.preparation import GlanceRules, UrgentFirst
 from vllm_semantic_sched.engine.vllm_api import is_beam
 from vllm_semantic_sched.policy.config import parse_policy
+from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
 
 pytestmark = pytest.mark.engine
 
@@ -193,3 +196,51 @@ def test_ids_of_vllms_beams_are_recognized() -> None:
     assert names and all(map(is_beam, names))
     assert is_beam(names[0] + "-0a1b2c3d")  # as it reaches the engine
     assert not is_beam("cmpl-beam-1") and not is_beam("")
+
+
+class PoolingServer(Server):
+    """Its model gives embeddings; `encode` takes no engine, as vLLM's."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        parallel = SimpleNamespace(data_parallel_size=2, local_engines_only=False)
+        parallel._api_process_count, parallel._api_process_rank = 1, 0
+        self.state.vllm_config = SimpleNamespace(parallel_config=parallel)
+        self.error = error
+        self.ranks: list[int | None] = []
+
+    async def add_request(self, request_id, prompt, params, data_parallel_rank=None):
+        self.ranks.append(data_parallel_rank)
+        if self.error is not None:
+            raise self.error
+
+    async def encode(self, prompt, pooling_params, request_id):
+        self.given.append(pooling_params)
+        await self.add_request(request_id, prompt, pooling_params)
+        yield SimpleNamespace(outputs=SimpleNamespace(data=None))
+
+    async def embed(self, scope, receive, send):
+        await receive()
+        client = self.state.engine_client
+        outputs = [
+            client.encode(prompt="", pooling_params=PoolingParams(), request_id=f"id-{number}")
+            for number in range(2)
+        ]
+        for each in outputs:
+            await anext(each)
+
+
+def test_pooling_requests_have_a_tenant_and_an_engine() -> None:
+    server = PoolingServer()
+    server.post({}, HEADER, "/v1/embeddings", app="embed")
+    assert [params.extra_kwargs for params in server.given] == [{"tenant": "gateway"}] * 2
+    assert server.ranks == [0, 1]
+
+
+def test_refusal_of_a_pooling_request_reaches_the_server() -> None:
+    """vLLM 0.33 raises it."""
+    full = Refusal(Code.OVER_CAPACITY, "the queue is full", 3.0)
+    server = PoolingServer(GenerationError(full.to_sentence()))
+    with pytest.raises(RequestRefused) as refused:
+        server.post({}, HEADER, "/v1/embeddings", app="embed")
+    assert refused.value.refusal == full

@@ -26,22 +26,25 @@ class Dispatch:
         self._guard = Guard(SemanticStatLogger.count_in_api_server)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
-        """Put tenant and reading into the sampling parameters of the engine client's `generate`,
+        """Put tenant and reading into the parameters of the engine client's `generate` or `encode`,
         and an engine into its keyword arguments, unless they have one. Never raises. Call what it
         returns when the request has ended."""
         placed = None
         request = incoming.get()
-        params = args[1] if len(args) > 1 else kwargs.get("sampling_params")
+        given = kwargs.get("sampling_params", kwargs.get("pooling_params"))
+        params = args[1] if len(args) > 1 else given
         request_id = args[2] if len(args) > 2 else kwargs.get("request_id", "")
         if request is not None:
             with self._guard("passing hints on"):
                 if request.hints and is_beam(request_id):
                     _repeat_hints(request.hints, params, kwargs)
             with self._guard("naming the tenant"):
-                given = getattr(params, "extra_args", None)
+                pooling = hasattr(params, "extra_kwargs")
+                name = "extra_kwargs" if pooling else "extra_args"
+                given = getattr(params, name, None)
                 extra = tenant_arguments(given, request.user, request.tenant)
                 if params is not None and extra is not given:
-                    params.extra_args = extra
+                    setattr(params, name, extra)
             if request.reading is not None:
                 with self._guard("passing a reading on"):
                     pass_reading(params, request.reading)

@@ -17,7 +17,7 @@ from vllm_semantic_sched.engine.requests.endings import (
     parent_of,
 )
 from vllm_semantic_sched.engine.requests.prediction import PredictionFeed
-from vllm_semantic_sched.engine.vllm_api import Request
+from vllm_semantic_sched.engine.vllm_api import Request, parameters_of
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import Hint
@@ -139,7 +139,7 @@ class Arrivals:
     def _read(self, request: Request, submitted: bool = False) -> Arrival:
         """Read a request by the policy in force. `submitted`: the predictor has its text."""
         core, request_id, params = self.core, request.request_id, request.sampling_params
-        extra_args = params.extra_args if params else None
+        extra_args = parameters_of(request)
         hint = core.read_hints(extra_args, request.priority)
         problems: dict[str, str | None] = {}
         dedup_key = None

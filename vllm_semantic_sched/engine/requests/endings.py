@@ -88,9 +88,10 @@ class Endings:
         self.refused_prompts: OrderedDict[str, Refusal] = OrderedDict()  # the last, see `parent_of`
 
     def can_end(self, request: Request) -> bool:
-        """Whether the client can receive a refusal. Pooling outputs cannot carry one, and a session
-        with streamed input does not end with one output."""
-        return request.sampling_params is not None and not request.resumable
+        """Whether the client can receive a refusal. Pooling outputs can carry one since vLLM 0.33;
+        a session with streamed input does not end with one output."""
+        can_carry = request.sampling_params is not None or vllm_api.OUTPUTS_CARRY_ERRORS
+        return can_carry and not request.resumable
 
     def refuse(self, request_id: str, refusal: Refusal) -> bool:
         """End a waiting or running request with a code that its client sees, and count it; False if
