@@ -17,13 +17,16 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_semantic_sched.lab.bench.standalone import model_output
 
 
-def remote_config(found: dict[str, int], role: str = "kv_both") -> KVTransferConfig:
-    """`found`: tokens of a prompt whose KV is elsewhere, by request id."""
+def remote_config(
+    found: dict[str, int], role: str = "kv_both", lookups: dict[str, int] | None = None
+) -> KVTransferConfig:
+    """By request id: `found`: tokens of a prompt whose KV is elsewhere; `lookups`: how often vLLM
+    has to ask before it learns that."""
     return KVTransferConfig(
         kv_connector="RemoteKV",
         kv_connector_module_path="remote_kv",
         kv_role=role,
-        kv_connector_extra_config={"found": found},
+        kv_connector_extra_config={"found": found, "lookups": lookups or {}},
     )
 
 
@@ -40,8 +43,14 @@ class RemoteKV(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, *args, **kwargs)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._found: dict[str, int] = dict(extra["found"])
+        self.lookups: dict[str, int] = dict(extra["lookups"])
 
-    def get_num_new_matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, computed: int
+    ) -> tuple[int | None, bool]:
+        if self.lookups.get(request.request_id, 0) > 0:
+            self.lookups[request.request_id] -= 1
+            return None, False
         found = self._found.get(request.request_id, 0)
         return max(0, min(found, request.num_tokens - 1) - computed), bool(found)
 

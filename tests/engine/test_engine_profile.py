@@ -1,11 +1,10 @@
 """The engine profile in the scheduler: warnings, and correction by measured steps."""
 
-import logging
-
 import pytest
 import yaml
 
 from vllm_semantic_sched import SemanticScheduler
+from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.lab.bench.standalone import (
     build_scheduler,
     make_request,
@@ -19,20 +18,19 @@ STEP_SECONDS = 0.005
 
 
 @pytest.fixture
-def build(tmp_path, caplog):
+def build(tmp_path, monkeypatch):
     """Builds a scheduler with a profile; returns it and the warnings about the profile."""
+    said: list[str] = []
+    monkeypatch.setattr(logger, "warning", lambda text, *args: said.append(text % args))
 
     def make(**profile):
-        caplog.set_level(logging.WARNING)
-        logging.getLogger("vllm").propagate = True
         policy, path = tmp_path / "policy.yaml", tmp_path / "profile.yaml"
         policy.write_text("predictor: {enabled: false}\n")
         fields = load_profile("default").model_dump(mode="json", exclude_none=True) | profile
         path.write_text(yaml.safe_dump(fields))
         settings = {"policy": str(policy), "profile": str(path)}
-        caplog.clear()
+        said.clear()
         scheduler = build_scheduler(SemanticScheduler, semantic_sched=settings, max_num_seqs=4)
-        said = [record.getMessage() for record in caplog.records]
         return scheduler, [text for text in said if "engine profile" in text]
 
     return make

@@ -4,6 +4,7 @@ import pytest
 
 from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.engine.vllm_api import why_no_holds
+from vllm_semantic_sched.engine.vllm_api.capabilities import HELD_ADAPTERS_COUNT
 from vllm_semantic_sched.lab.bench.standalone import (
     build_scheduler,
     make_request,
@@ -224,20 +225,22 @@ def test_aging_counts_the_time_held(build) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "draft", "v2", "reason"),
+    ("pipeline", "draft", "v2", "lora", "reason"),
     [
-        (1, None, False, None),
-        (2, None, False, "pipeline parallelism"),
-        (1, object(), True, None),
-        (1, object(), False, "speculative decoding on vLLM's V1 model runner"),
+        (1, None, False, None, None),
+        (2, None, False, None, "pipeline parallelism"),
+        (1, object(), True, None, None),
+        (1, object(), False, None, "speculative decoding on vLLM's V1 model runner"),
+        (1, None, False, object(), None if HELD_ADAPTERS_COUNT else "LoRA, before vLLM 0.33"),
     ],
 )
-def test_holds_are_off_where_they_are_not_safe(pipeline, draft, v2, reason) -> None:
+def test_holds_are_off_where_they_are_not_safe(pipeline, draft, v2, lora, reason) -> None:
     class Config:
         class parallel_config:
             pipeline_parallel_size = pipeline
 
         speculative_config = draft
         use_v2_model_runner = v2
+        lora_config = lora
 
     assert why_no_holds(Config) == reason

@@ -20,7 +20,12 @@ from vllm_semantic_sched.engine.metrics.event_log import EventLog
 from vllm_semantic_sched.engine.metrics.gauges import RequestMetrics, gauges_of
 from vllm_semantic_sched.engine.preemption import Preemptions
 from vllm_semantic_sched.engine.requests.arrivals import Arrivals
-from vllm_semantic_sched.engine.requests.endings import Endings, RecentReadings, end_of
+from vllm_semantic_sched.engine.requests.endings import (
+    Endings,
+    RecentReadings,
+    end_of,
+    is_part_of_beam,
+)
 from vllm_semantic_sched.engine.requests.prediction import PredictionFeed
 from vllm_semantic_sched.engine.requests.queue import SemanticRequestQueue
 from vllm_semantic_sched.engine.startup.auto_profile import engine_profile
@@ -35,6 +40,8 @@ from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.overload.refusal import DROPPED, TOO_LARGE
 from vllm_semantic_sched.policy.profile.formula import AUTO, EngineProfile
 from vllm_semantic_sched.policy.step import SchedulingStep
+
+_MOST_MEASURED = 64  # lengths of encoder inputs for which the room beside them is remembered
 
 
 class SemanticScheduler(vllm_api.HookedScheduler):
@@ -86,14 +93,12 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             policy, profile, clock=self.clock, on_error=self.guard.failed
         )
         self._event_log = self._open_event_log(core)
-        if self._event_log is not None:
-            core.lifecycle.listeners.append(self._event_log)
-            core.record_why(self._event_log, monotonic)
         core.lifecycle.later_listeners.append(RequestMetrics(core, self.counters))
         # Each group of layers has blocks of its own.
         blocks = vllm_api.total_kv_blocks(self) // vllm_api.kv_cache_groups(self) or None
         capacity = EngineCapacity(vllm_api.seats(self), blocks, self.block_size)
         core.set_capacity(capacity, 1 + self.num_spec_tokens)
+        self._room_beside: dict[int, int] = {}  # see `_kv_tokens`, by tokens of encoder inputs
         self._endings = Endings(self)
         self.preemptions = Preemptions(self, core, self._endings, self.counters)
         self.predictions = PredictionFeed(
@@ -105,7 +110,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         )
         self.samples = StepSamples()
         self.arrivals = Arrivals(
-            *(core, self.jobs, self.predictions, self._endings, self.counters, self._kv_tokens()),
+            *(core, self.jobs, self.predictions, self._endings, self.counters, self._kv_tokens),
             logs_blocks=self._event_log is not None and self.hash_block_size == self.block_size,
         )
         self.readings = RecentReadings()
@@ -126,10 +131,15 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             self.live_policy.start()
         self._report_settings(policy, profile)
 
-    def _kv_tokens(self) -> int:
+    def _kv_tokens(self, request: Request) -> int:
         """See `vllm_api.most_kv_tokens`."""
         with self.guard("measuring the KV cache"):
-            return vllm_api.most_kv_tokens(self)
+            encoded = vllm_api.encoder_tokens(self, request)
+            if encoded not in self._room_beside:
+                if len(self._room_beside) > _MOST_MEASURED:
+                    self._room_beside.clear()
+                self._room_beside[encoded] = vllm_api.most_kv_tokens(self, encoded)
+            return self._room_beside[encoded]
         return self.max_model_len
 
     def _report_settings(self, policy: Policy, profile: EngineProfile) -> None:
@@ -343,7 +353,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                 end = end_of(request, refusal, self.predictions.tokenizer)
                 taker = None if refusal is None else refusal.beneficiary
                 self.core.finish(job, *end, taker)
-                if self._event_log is not None:
+                if self._event_log is not None and not is_part_of_beam(request):
                     self.readings.keep(job)
         if job is not None:
             with self.guard("forgetting a request"):
@@ -403,13 +413,16 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         if settings.path is None:
             return None
         engine = self.vllm_config.parallel_config.data_parallel_index
-        return EventLog(
+        log = EventLog(
             settings,
             engine,
             lambda: core.policy.tier_names,
             policy_hash=lambda: self.live_policy.version.fingerprint,
             model=core.policy.predictor.model if core.policy.reads(hinted=False) else "",
         )
+        core.lifecycle.listeners.append(log)
+        core.record_why(log, monotonic)
+        return log
 
     def gauges(self) -> Gauges:
         """All gauges; brings counters that are counted elsewhere up to date."""

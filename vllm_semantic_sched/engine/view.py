@@ -142,7 +142,9 @@ class VllmView:
         return decoding * (1 + scheduler.num_spec_tokens)
 
     def is_ready(self, job: Job) -> bool:
-        return vllm_api.is_ready(self.scheduler, self._request(job))
+        request = self._request(job)
+        ready = vllm_api.is_ready(self.scheduler, request)
+        return ready and not vllm_api.awaits_lookup(self.scheduler, request)
 
     def needed_blocks(self, job: Job) -> int:
         return vllm_api.blocks_needed(self.scheduler, self._request(job))

@@ -114,7 +114,9 @@ class PrefillSharing:
         queue = sorted(going_on, key=core.running.order) + newcomers
         queue.sort(key=lambda job: job.effective_level)
         prefills = [Prefill(job, _tokens_left(job), may and _may_sit_out(job)) for job in queue]
-        limits = share(prefills, max(0, int(budget)))
+        # Alone, prefills get their tokens by vLLM's list: it needs no limits to put them in order.
+        alone = not newcomers and not view.decode_tokens()
+        limits = NO_LIMITS if alone else share(prefills, max(0, int(budget)))
         held = set(limits.held)
         for job in prefilling:
             if job.seat is not None:

@@ -263,3 +263,38 @@ def test_victims_with_output_in_flight_come_before_less_urgent_ones(build, polic
         return max(steps.ended["v1"], steps.ended["v2"])
 
     assert last_victim(asynchronous=True) <= last_victim(asynchronous=False) + 10
+
+
+# Lookups that a connector has not answered
+
+
+def looking_up(build, asked: int, low_tokens: int, **options) -> EngineSteps:
+    """Level 4 runs; then comes a level 0 for which the connector has no answer yet."""
+    config = remote_config({"urgent": 90}, lookups={"urgent": asked})
+    scheduler = build(NO_LIMIT, kv_transfer_config=config, **options)
+    steps = EngineSteps(scheduler, RemoteDevice(scheduler))
+    steps.add("low1", "low2", urgency=4, prompt_tokens=low_tokens, output_tokens=300)
+    steps.run(2)
+    steps.add("urgent", urgency=0, prompt_tokens=100, output_tokens=5)
+    return steps
+
+
+def test_lookup_preempts_at_most_one_request_in_vain(build) -> None:
+    steps = looking_up(build, 10**6, 20, max_num_seqs=2)
+    steps.run(14)
+    assert steps.scheduler.counters.total("preemptions") == 1
+    assert steps.without(["low1"], 2) <= 3 and steps.without(["low2"], 2) <= 3
+
+
+def test_request_starts_when_its_lookup_has_ended(build) -> None:
+    steps = looking_up(build, 3, 20, max_num_seqs=2)
+    assert steps.until_scheduled("urgent", 60) is not None
+    steps.finish()
+
+
+def test_prefill_does_not_yield_to_a_pending_lookup(build) -> None:
+    steps = looking_up(build, 10**6, 2000, max_num_seqs=8, max_num_batched_tokens=100)
+    assert steps.without(["low1", "low2"], 2) == 0
+    steps.run(12)
+    assert steps.without(["low1", "low2"], 3) <= 1
+    assert all(sum(tokens.values()) >= 99 for tokens in steps.scheduled[4:])

@@ -1,5 +1,5 @@
-"""Images: the encoder cache is a resource that a request may lack; prompts with log-probabilities
-are computed without the prefix cache."""
+"""Images: the encoder cache is a resource that a request may lack; sound has KV of its own in
+encoder-decoder models; prompts with log-probabilities are computed without the prefix cache."""
 
 from collections import Counter
 from typing import Any
@@ -8,11 +8,18 @@ import pytest
 from engine_steps import EngineSteps, image
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.core.encoder_cache_manager import EncoderDecoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, KVCacheGroupSpec
 from vllm.v1.request import Request
 
 from vllm_semantic_sched.engine.vllm_api import hold_for_one_step
-from vllm_semantic_sched.lab.bench.standalone import BLOCK_SIZE, make_request, run_step
+from vllm_semantic_sched.lab.bench.standalone import (
+    BLOCK_SIZE,
+    KV_SHAPE,
+    make_request,
+    run_step,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -118,6 +125,36 @@ def test_request_stopped_inside_an_image_gives_the_cache_back(build, disturbance
     cache = scheduler.encoder_cache_manager
     assert cache.num_freeable_slots == cache.cache_size
     assert scheduler.counters.total("policy_errors") == 0
+
+
+def hears(build, blocks: int) -> EngineSteps:
+    """A model like Whisper, with cross-attention KV for a recording of 1,500 tokens (94 blocks)."""
+    cross = KVCacheGroupSpec(["cross"], CrossAttentionSpec(**KV_SHAPE))
+    scheduler = build(num_blocks=blocks, more_layers=[cross], encoder_cache=3000)
+    scheduler.is_encoder_decoder = True
+    scheduler.encoder_cache_manager = EncoderDecoderCacheManager(cache_size=3000)
+    return EngineSteps(scheduler)
+
+
+SOUND = {"prompt_tokens": 4, "mm_features": [image("sound", 0, 1500)]}
+
+
+def test_urgent_sound_preempts_for_its_cross_attention_blocks(build) -> None:
+    steps = hears(build, 200)
+    steps.add("low1", "low2", urgency=4, output_tokens=100, **SOUND)
+    steps.run(2)
+    steps.add("urgent", urgency=0, output_tokens=5, **SOUND)
+    assert steps.until_scheduled("urgent", 200) in range(AT_ONCE + 1)
+    assert steps.scheduler.counters.total("preemptions") == 1
+    steps.finish()
+
+
+def test_sound_that_can_never_fit_is_refused(build) -> None:
+    steps = hears(build, 90)
+    steps.add("never", urgency=0, output_tokens=5, **SOUND)
+    steps.run(2)
+    assert not steps.scheduler.requests
+    assert steps.scheduler.counters.total("refused") == 1
 
 
 def test_prompt_with_logprobs_starts_at_its_first_token_after_each_preemption(build) -> None:

@@ -67,3 +67,15 @@ def test_decodes_go_on_beside_a_stream_of_long_prefills(build, build_stock) -> N
     (tokens, prompts), (stock_tokens, stock_prompts) = served(build), served(build_stock)
     assert tokens >= 0.9 * stock_tokens
     assert prompts >= stock_prompts - 1
+
+
+def test_prefills_alone_get_their_tokens_as_from_vllm(build, build_stock) -> None:
+    """One after the other: sharing the steps evenly would end the first ones later."""
+
+    def scheduled(build) -> list[dict[str, int]]:
+        steps = EngineSteps(build(max_num_batched_tokens=512, long_prefill_token_threshold=200))
+        steps.add("a", "b", "c", urgency=2, prompt_tokens=400, output_tokens=5)
+        steps.run(4)
+        return steps.scheduled
+
+    assert scheduled(build) == scheduled(build_stock)

@@ -320,6 +320,10 @@ def test_generate_of_vllm_has_the_arguments_that_are_used() -> None:
 
     names = list(inspect.signature(AsyncLLM.generate).parameters)
     assert names[2] == "sampling_params" and RANK in names
+    names = list(inspect.signature(AsyncLLM.encode).parameters)
+    assert names[2:4] == ["pooling_params", "request_id"]
+    names = list(inspect.signature(AsyncLLM.add_request).parameters)
+    assert names[1] == "request_id" and RANK in names
 
 
 def test_sessions_of_a_canary_go_to_its_engines() -> None:

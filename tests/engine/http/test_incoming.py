@@ -3,15 +3,21 @@
 import asyncio
 import json
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
+from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+from vllm.exceptions import GenerationError
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
 from vllm_semantic_sched.engine.http.dispatch import Dispatch
 from vllm_semantic_sched.engine.http.incoming import ServerState, incoming
-from vllm_semantic_sched.engine.http.middleware import Refusals, watch
+from vllm_semantic_sched.engine.http.middleware import Refusals, RequestRefused, watch
 from vllm_semantic_sched.engine.http.preparation import GlanceRules, UrgentFirst
+from vllm_semantic_sched.engine.vllm_api import is_beam
 from vllm_semantic_sched.policy.config import parse_policy
+from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
 
 pytestmark = pytest.mark.engine
 
@@ -24,13 +30,25 @@ class Server:
 
     def __init__(self) -> None:
         self.given: list[SamplingParams] = []
+        self.priorities: list[int] = []
         self.bodies: list[bytes] = []
         self.state = SimpleNamespace(semsched=ServerState(rules=RULES), engine_client=self)
 
-    async def generate(self, prompt, sampling_params, request_id):
+    async def generate(self, prompt, sampling_params, request_id, priority=0):
         self.given.append(sampling_params)
+        self.priorities.append(priority)
         return
         yield
+
+    async def search(self, scope, receive, send):
+        """Answers with two beams of two tokens, whose parameters vLLM makes itself."""
+        await receive()
+        params = SamplingParams(max_tokens=1)
+        for _ in range(2):
+            for beam in range(2):
+                name = f"id-0123456789abcdef-beam-{beam}"
+                async for _ in self.state.engine_client.generate("", params, name):
+                    pass
 
     async def app(self, scope, receive, send):
         body, more = b"", True
@@ -46,7 +64,16 @@ class Server:
         async for _ in self.state.engine_client.generate("", params, scope.get("id", "id")):
             pass
 
-    def post(self, body, headers=(), path="/v1/chat/completions", pieces=1, leave=False, **more):
+    def post(
+        self,
+        body,
+        headers=(),
+        path="/v1/chat/completions",
+        pieces=1,
+        leave=False,
+        app="app",
+        **more,
+    ):
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         size = max(1, -(-len(raw) // pieces))
         parts = [raw[at : at + size] for at in range(0, len(raw), size)] or [b""]
@@ -71,7 +98,7 @@ class Server:
             "app": self,
             **more,
         }
-        asyncio.run(Refusals(UrgentFirst(self.app))(scope, receive, send))
+        asyncio.run(Refusals(UrgentFirst(getattr(self, app)))(scope, receive, send))
 
 
 @pytest.mark.parametrize(
@@ -132,3 +159,88 @@ def test_parameters_that_cannot_carry_a_tenant_are_left_alone() -> None:
     server = Server()
     watch(server)
     assert callable(Dispatch(server).prepare(("", None, "id"), {}))
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "extra", "priority"),
+    [
+        ({"vllm_xargs": {"urgency": 1, "mine": 2}}, HEADER, {"urgency": 1, "tenant": "gateway"}, 0),
+        ({"priority": 3, "user": "eve"}, (), {"tenant": "eve"}, 3),
+        ({"priority": 3}, ((b"x-vllm-priority", b"2"),), None, 2),
+        ({}, (), None, 0),
+    ],
+)
+def test_beams_have_the_hints_of_the_request(body, headers, extra, priority) -> None:
+    server = Server()
+    server.post(body | {"use_beam_search": True}, headers, app="search")
+    assert [params.extra_args for params in server.given] == [extra] * 4
+    assert server.priorities == [priority] * 4
+
+
+def test_ids_of_vllms_beams_are_recognized() -> None:
+    names = []
+
+    class Serving(BeamSearchOnlineMixin):
+        renderer = engine_client = MagicMock()
+
+    def generate(prompt, params, name, **more):
+        names.append(name)
+        raise InterruptedError
+
+    Serving.engine_client.generate = generate
+    prompt = {"type": "token", "prompt_token_ids": [1, 2]}
+    params = MagicMock(beam_width=2, max_tokens=1, temperature=0.0, allowed_token_ids=None)
+    search = Serving().beam_search(prompt, "cmpl-7", params)
+    with pytest.raises(InterruptedError):
+        asyncio.run(anext(search))
+    assert names and all(map(is_beam, names))
+    assert is_beam(names[0] + "-0a1b2c3d")  # as it reaches the engine
+    assert not is_beam("cmpl-beam-1") and not is_beam("")
+
+
+class PoolingServer(Server):
+    """Its model gives embeddings; `encode` takes no engine, as vLLM's."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        parallel = SimpleNamespace(data_parallel_size=2, local_engines_only=False)
+        parallel._api_process_count, parallel._api_process_rank = 1, 0
+        self.state.vllm_config = SimpleNamespace(parallel_config=parallel)
+        self.error = error
+        self.ranks: list[int | None] = []
+
+    async def add_request(self, request_id, prompt, params, data_parallel_rank=None):
+        self.ranks.append(data_parallel_rank)
+        if self.error is not None:
+            raise self.error
+
+    async def encode(self, prompt, pooling_params, request_id):
+        self.given.append(pooling_params)
+        await self.add_request(request_id, prompt, pooling_params)
+        yield SimpleNamespace(outputs=SimpleNamespace(data=None))
+
+    async def embed(self, scope, receive, send):
+        await receive()
+        client = self.state.engine_client
+        outputs = [
+            client.encode(prompt="", pooling_params=PoolingParams(), request_id=f"id-{number}")
+            for number in range(2)
+        ]
+        for each in outputs:
+            await anext(each)
+
+
+def test_pooling_requests_have_a_tenant_and_an_engine() -> None:
+    server = PoolingServer()
+    server.post({}, HEADER, "/v1/embeddings", app="embed")
+    assert [params.extra_kwargs for params in server.given] == [{"tenant": "gateway"}] * 2
+    assert server.ranks == [0, 1]
+
+
+def test_refusal_of_a_pooling_request_reaches_the_server() -> None:
+    """vLLM 0.33 raises it."""
+    full = Refusal(Code.OVER_CAPACITY, "the queue is full", 3.0)
+    server = PoolingServer(GenerationError(full.to_sentence()))
+    with pytest.raises(RequestRefused) as refused:
+        server.post({}, HEADER, "/v1/embeddings", app="embed")
+    assert refused.value.refusal == full

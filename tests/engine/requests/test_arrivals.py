@@ -22,6 +22,7 @@ from vllm_semantic_sched.lab.bench.standalone import (
     run_step,
 )
 from vllm_semantic_sched.policy.config import load_policy
+from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.facts.job import LevelSource
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 
@@ -46,7 +47,9 @@ def preprocess(scheduler, request_id: str, **fields):
         request_id=request_id,
         prompt_token_ids=[1, 2, 3],
         mm_features=None,
-        sampling_params=SamplingParams(max_tokens=5, extra_args=fields.pop("extra_args", None)),
+        sampling_params=SamplingParams(
+            max_tokens=fields.pop("max_tokens", 5), extra_args=fields.pop("extra_args", None)
+        ),
         pooling_params=None,
         arrival_time=0.0,
         lora_request=None,
@@ -99,6 +102,34 @@ def test_text_that_the_http_server_has_read_is_not_read_again(scheduler, monkeyp
     pass_reading(other_model, Prediction((1.0,)))
     scheduler.add_request(preprocess(scheduler, "b", extra_args=other_model.extra_args))
     assert len(read) == 1
+
+
+def add_beam(scheduler, name: str, max_tokens: int = 1, **extra_args):
+    request = preprocess(scheduler, name, max_tokens=max_tokens, extra_args=extra_args)
+    scheduler.add_request(request)
+    return scheduler.jobs[name]
+
+
+BEAM = "cmpl-1-0123456789abcdef-beam-2-01234567"  # as vLLM names the token of a beam
+
+
+def test_token_of_a_beam_is_neither_read_by_the_network_nor_learned_from(
+    scheduler, monkeypatch
+) -> None:
+    learned = []
+    monkeypatch.setattr(scheduler.core.estimates, "learn", lambda job, end: learned.append(end))
+    params = SimpleNamespace(extra_args=None)
+    pass_reading(params, scheduler.predictions.instant.read("my dad is not breathing"))
+    job = add_beam(scheduler, BEAM, **params.extra_args)
+    assert (job.level, job.level_source) == (0, LevelSource.INSTANT)
+    assert not job.awaits_prediction and not scheduler.predictions.service.drain()
+    assert scheduler.counters.total("unread_prompts") == 0
+    run_step(scheduler)
+    assert not scheduler.jobs and learned == [AnswerEnd.ABORTED]
+
+
+def test_client_cannot_make_an_answer_pass_for_a_beam(scheduler) -> None:
+    assert add_beam(scheduler, BEAM, max_tokens=5).awaits_prediction
 
 
 def test_request_that_nobody_read_ahead_is_read_on_arrival(scheduler) -> None:

@@ -1,10 +1,12 @@
 """Refusal of requests inside the scheduler, without a model."""
 
 import pytest
+from vllm.pooling_params import PoolingParams
 from vllm.v1.engine import FinishReason
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
+from vllm_semantic_sched.engine.vllm_api import OUTPUTS_CARRY_ERRORS
 from vllm_semantic_sched.lab.bench.standalone import (
     build_scheduler,
     make_request,
@@ -47,6 +49,23 @@ def test_waiting_request_on_an_idle_engine_is_refused_at_once(scheduler) -> None
     assert not scheduler.requests and not scheduler.jobs
     step(scheduler)
     assert not scheduler.has_requests()
+
+
+def add_pooling(scheduler) -> None:
+    params = PoolingParams(task="embed", extra_kwargs={"tenant": "x"})
+    scheduler.add_request(Request("p", [1, 2, 3], None, params))
+
+
+def test_pooling_request_is_refused_where_its_output_can_say_so(scheduler) -> None:
+    add_pooling(scheduler)
+    assert scheduler.jobs["p"].tenant == "x"
+    assert scheduler._endings.refuse("p", FULL) == OUTPUTS_CARRY_ERRORS
+    if OUTPUTS_CARRY_ERRORS:
+        output = step(scheduler)["p"]
+        assert_refused(output)
+        assert output.error is not None and output.pooling_output.numel() == 0
+    else:
+        assert "p" in scheduler.requests
 
 
 def test_refused_running_request_frees_its_kv(scheduler) -> None:

@@ -2,7 +2,7 @@
 several (data parallelism): vLLM's own balancer compares loads and knows no urgency."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_semantic_sched.engine.guard import Guard
@@ -10,7 +10,7 @@ from vllm_semantic_sched.engine.http.incoming import Incoming, incoming, state_o
 from vllm_semantic_sched.engine.http.siblings import Siblings
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.requests.arrivals import pass_reading
-from vllm_semantic_sched.engine.vllm_api import RANK, engine_count
+from vllm_semantic_sched.engine.vllm_api import RANK, engine_count, is_beam
 from vllm_semantic_sched.policy.placement import Placed, Placement
 
 
@@ -26,23 +26,30 @@ class Dispatch:
         self._guard = Guard(SemanticStatLogger.count_in_api_server)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
-        """Put tenant and reading into the sampling parameters of the engine client's `generate`,
+        """Put tenant and reading into the parameters of the engine client's `generate` or `encode`,
         and an engine into its keyword arguments, unless they have one. Never raises. Call what it
         returns when the request has ended."""
         placed = None
         request = incoming.get()
-        params = args[1] if len(args) > 1 else kwargs.get("sampling_params")
+        given = kwargs.get("sampling_params", kwargs.get("pooling_params"))
+        params = args[1] if len(args) > 1 else given
+        request_id = args[2] if len(args) > 2 else kwargs.get("request_id", "")
         if request is not None:
+            with self._guard("passing hints on"):
+                if request.hints and is_beam(request_id):
+                    _repeat_hints(request.hints, params, kwargs)
             with self._guard("naming the tenant"):
-                given = getattr(params, "extra_args", None)
+                pooling = hasattr(params, "extra_kwargs")
+                name = "extra_kwargs" if pooling else "extra_args"
+                given = getattr(params, name, None)
                 extra = tenant_arguments(given, request.user, request.tenant)
                 if params is not None and extra is not given:
-                    params.extra_args = extra
+                    setattr(params, name, extra)
             if request.reading is not None:
                 with self._guard("passing a reading on"):
                     pass_reading(params, request.reading)
         with self._guard("choosing an engine"):
-            session = args[2] if len(args) > 2 else kwargs.get("request_id", "")
+            session = request_id
             if request is not None:
                 session = request.user or request.tenant or session
             placed = self._place(request, params, kwargs.get(RANK), str(session))
@@ -101,6 +108,14 @@ class Dispatch:
         siblings = state_of(self._app).siblings
         fits = siblings is not None and siblings.shape == (engines, levels)
         self._siblings = siblings if fits else None
+
+
+def _repeat_hints(hints: Mapping[str, Any], params: Any, kwargs: dict[str, Any]) -> None:
+    """Give a beam the hints of the client's request, which vLLM's beam search leaves behind."""
+    if "urgency" in hints:
+        params.extra_args = {"urgency": hints["urgency"]} | (params.extra_args or {})
+    if "priority" in hints:
+        kwargs.setdefault("priority", hints["priority"])
 
 
 def pool_of(session: str, canaries: int, engines: int) -> range:

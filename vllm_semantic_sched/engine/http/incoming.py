@@ -3,7 +3,7 @@ and what is kept for an application."""
 
 import asyncio
 import contextlib
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -26,6 +26,7 @@ class Incoming:
     tenant: str | None = None  # of the header
     priority: int | None = None  # of the header, if it is a number
     user: str | None = None  # of the OpenAI field, if the body was read
+    hints: Mapping[str, Any] | None = None  # `urgency` and `priority`, if the body was read
     level: int | None = None  # by hint or reading, if the body was read
     reading: Prediction | None = None  # see `preparation.Glance`
     stock_placement: bool = False  # the client wants vLLM to choose the engine

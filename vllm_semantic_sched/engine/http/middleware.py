@@ -1,7 +1,7 @@
 """The ASGI middleware: HTTP statuses for refusals, urgent requests first in the HTTP server too,
 the choice of an engine, operator endpoints, and tenants by header or `user` field.
 
-Most of it happens at the engine client's `generate`, which every route that generates calls.
+Most of it happens at the engine client's `generate` and `encode`, which all routes to a model call.
 Without the middleware vLLM answers a refused request with status 500 (since 0.33: 503), or with an
 error message inside a stream of status 200.
 """
@@ -17,7 +17,7 @@ from vllm_semantic_sched.engine.http.admin import LONGEST_ID, add_routes
 from vllm_semantic_sched.engine.http.dispatch import Dispatch
 from vllm_semantic_sched.engine.http.incoming import Incoming, Message, incoming
 from vllm_semantic_sched.engine.http.preparation import UrgentFirst
-from vllm_semantic_sched.engine.vllm_api import GenerationError, Unauthorized
+from vllm_semantic_sched.engine.vllm_api import GenerationError, Unauthorized, encode_with_rank
 from vllm_semantic_sched.policy.overload.refusal import Refusal, refusal_of
 
 Send = Callable[[Message], Awaitable[None]]
@@ -135,19 +135,26 @@ class _Response:
 
 
 def watch(app: Any) -> None:
-    """Wrap `generate` of an application's engine client, once: it tells `UrgentFirst` of a request
-    prepared, lets `Dispatch` choose its engine, and raises RequestRefused for a refused one."""
+    """Wrap `generate` and `encode` of an application's engine client, once: they tell `UrgentFirst`
+    of a request prepared, let `Dispatch` choose its engine, and raise RequestRefused for a refused
+    one."""
     engine_client = getattr(app.state, "engine_client", None)
     if engine_client is None or getattr(engine_client, "semsched_watched", False):
         return
-    generate, dispatch = engine_client.generate, Dispatch(app)
+    dispatch = Dispatch(app)
+    engine_client.generate = _watched(engine_client.generate, dispatch)
+    if hasattr(engine_client, "encode"):
+        engine_client.encode = _watched(encode_with_rank(engine_client), dispatch)
+    engine_client.semsched_watched = True
 
+
+def _watched(call: Callable[..., Outputs], dispatch: Dispatch) -> Callable[..., Outputs]:
     async def outputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
         # Counted here, not before: an iterator that is never started never ends.
         leave = dispatch.prepare(args, kwargs)
         try:
             # Closing it ends the other answers of the request.
-            async with aclosing(generate(*args, **kwargs)) as outputs:
+            async with aclosing(call(*args, **kwargs)) as outputs:
                 async for output in outputs:
                     if (refusal := refusal_of(output)) is not None:
                         raise _refused(refusal)
@@ -170,8 +177,7 @@ def watch(app: Any) -> None:
             )
         return outputs_of(args, kwargs)
 
-    engine_client.generate = watched
-    engine_client.semsched_watched = True
+    return watched
 
 
 def _refused(refusal: Refusal) -> RequestRefused:

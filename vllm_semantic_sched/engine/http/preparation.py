@@ -8,7 +8,7 @@ prepared, in the order of their hints or of the instant reader's levels.
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -45,6 +45,7 @@ class Glance(NamedTuple):
     reading: Prediction | None = None  # the instant reader's, unless prompts are read one by one
     user: str | None = None  # the OpenAI field
     has_media: bool = False  # preparing it means to fetch or decode pictures or sound
+    hints: Mapping[str, Any] | None = None  # `urgency` and `priority`, as far as it states them
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,8 @@ class GlanceRules:
         policy, user = self.policy, request.get("user")
         if priority is None:
             priority = request.get("priority")
-        hint = read_hints(
-            request.get("vllm_xargs"), priority, policy.hints, policy.levels, policy.default_level
-        )
+        extra = request.get("vllm_xargs")
+        hint = read_hints(extra, priority, policy.hints, policy.levels, policy.default_level)
         texts, has_media = read_user(request)
         reading = None
         if hint.level is None and self.instant is not None and (text := "\n".join(texts)):
@@ -94,7 +94,12 @@ class GlanceRules:
         level = reading_level(policy, hint, reading)
         if isinstance(request.get("prompt"), list):  # each becomes a request of its own
             reading = None
-        return Glance(level, reading, user if isinstance(user, str) else None, has_media)
+        hints: dict[str, Any] = {}
+        if isinstance(extra, dict) and "urgency" in extra:
+            hints["urgency"] = extra["urgency"]
+        if isinstance(priority, int):
+            hints["priority"] = priority
+        return Glance(level, reading, user if isinstance(user, str) else None, has_media, hints)
 
 
 def read_user(request: dict[str, Any]) -> tuple[list[str], bool]:
@@ -167,8 +172,9 @@ class UrgentFirst:
             return
         body, receive = await read_ahead(receive)
         glance = self._glance(rules, body, request.priority)
-        request.level, request.reading, request.user, has_media = glance
-        if has_media:  # it would hold a slot while a picture is fetched
+        request.level, request.reading = glance.level, glance.reading
+        request.user, request.hints = glance.user, glance.hints
+        if glance.has_media:  # it would hold a slot while a picture is fetched
             await self._app(scope, receive, send)
         else:
             await self._in_turn(request, scope, receive, send)

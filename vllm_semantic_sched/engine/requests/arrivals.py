@@ -3,16 +3,21 @@ scheduler state. In an offline engine, and without an engine, everything happens
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_semantic_sched.engine.clock import unix_time
 from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.metrics.counters import Counters
-from vllm_semantic_sched.engine.requests.endings import Endings, origin_of, parent_of
+from vllm_semantic_sched.engine.requests.endings import (
+    Endings,
+    is_part_of_beam,
+    origin_of,
+    parent_of,
+)
 from vllm_semantic_sched.engine.requests.prediction import PredictionFeed
-from vllm_semantic_sched.engine.vllm_api import Request
+from vllm_semantic_sched.engine.vllm_api import Request, parameters_of
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import Hint
@@ -57,7 +62,7 @@ class Arrivals:
     predictions: PredictionFeed
     endings: Endings
     counters: Counters
-    most_kv_tokens: int  # that one request can have
+    most_kv_tokens: Callable[[Request], int]  # that a request can have
     logs_blocks: bool  # jobs keep the hashes of their KV blocks, for the event log
 
     def prepare(self, request: Request) -> None:
@@ -80,7 +85,7 @@ class Arrivals:
     def fit(self, job: Job, request: Request) -> bool:
         """Whether a new request can ever fit into the KV cache. An answer that may grow too long
         ends where the blocks do, as it would at `max_model_len`."""
-        room = self.most_kv_tokens - request.num_prompt_tokens + 1  # the last token needs no KV
+        room = 1 + self.most_kv_tokens(request) - request.num_prompt_tokens  # its last needs no KV
         params = request.sampling_params
         if params is None or room < max(1, params.min_tokens):
             return params is None
@@ -134,7 +139,7 @@ class Arrivals:
     def _read(self, request: Request, submitted: bool = False) -> Arrival:
         """Read a request by the policy in force. `submitted`: the predictor has its text."""
         core, request_id, params = self.core, request.request_id, request.sampling_params
-        extra_args = params.extra_args if params else None
+        extra_args = parameters_of(request)
         hint = core.read_hints(extra_args, request.priority)
         problems: dict[str, str | None] = {}
         dedup_key = None
@@ -148,7 +153,7 @@ class Arrivals:
         provisional, awaits_prediction = None, False
         if reads:
             provisional, awaits_prediction = self.predictions.read(request, hint, passed, submitted)
-        if reads and not awaits_prediction:  # the predictor's queue is full
+        if reads and not awaits_prediction and not is_part_of_beam(request):  # its queue is full
             problems["unread_prompts"] = None
         if hint.problem:
             problems["invalid_hints"] = hint.problem

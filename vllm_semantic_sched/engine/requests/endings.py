@@ -26,6 +26,13 @@ def origin_of(request_id: str) -> str:
     return part["origin"] if (part := _PART.fullmatch(request_id)) else request_id
 
 
+def is_part_of_beam(request: Request) -> bool:
+    """Whether a request computes one token of a beam: its text and its length say nothing about
+    what the client asked for."""
+    params = request.sampling_params
+    return params is not None and params.max_tokens == 1 and vllm_api.is_beam(request.request_id)
+
+
 def parent_of(request_id: str) -> str | None:
     """The prompt to which a request is one of several answers; None if it is the only one."""
     return answer["parent"] if (answer := _ANSWER.fullmatch(request_id)) else None
@@ -51,7 +58,8 @@ def end_of(request: Request, refusal: Refusal | None, tokenizer: Any) -> Request
     if state is JobState.CANCELLED and _has_stop_string(request, tokenizer):
         return AnswerEnd.ABORTED, JobState.COMPLETED, "stop_string"
     params = request.sampling_params
-    if params is None or params.ignore_eos:  # the model could not end it
+    # The model could not end it.
+    if params is None or params.ignore_eos or is_part_of_beam(request):
         ending = AnswerEnd.ABORTED
     return ending, state, reason
 
@@ -80,9 +88,10 @@ class Endings:
         self.refused_prompts: OrderedDict[str, Refusal] = OrderedDict()  # the last, see `parent_of`
 
     def can_end(self, request: Request) -> bool:
-        """Whether the client can receive a refusal. Pooling outputs cannot carry one, and a session
-        with streamed input does not end with one output."""
-        return request.sampling_params is not None and not request.resumable
+        """Whether the client can receive a refusal. Pooling outputs can carry one since vLLM 0.33;
+        a session with streamed input does not end with one output."""
+        can_carry = request.sampling_params is not None or vllm_api.OUTPUTS_CARRY_ERRORS
+        return can_carry and not request.resumable
 
     def refuse(self, request_id: str, refusal: Refusal) -> bool:
         """End a waiting or running request with a code that its client sees, and count it; False if

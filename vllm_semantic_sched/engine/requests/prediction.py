@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.metrics.counters import Counters
+from vllm_semantic_sched.engine.requests.endings import is_part_of_beam
 from vllm_semantic_sched.engine.vllm_api import Request
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import Hint, doubt, reading_order
@@ -94,14 +95,16 @@ class PredictionFeed:
     ) -> tuple[Prediction | None, bool]:
         """Read the first and last tokens of a prompt: what the instant reader says of them (None
         without one), unless the HTTP server has `passed` that, and whether the predictor will send
-        a prediction: it gets them, unless it has been `submitted` the prompt before. Less than a
-        millisecond, whatever the length. May run on vLLM's input thread, before the scheduler knows
-        the request and calls `arrived`."""
+        a prediction: it gets them, unless it has been `submitted` the prompt before, or this is one
+        token of a beam. Less than a millisecond, whatever the length. May run on vLLM's input
+        thread, before the scheduler knows the request and calls `arrived`."""
         text = self._text(request.prompt_token_ids or (), _LONGEST_FIRST)
         provisional = None
         if self.instant is not None:
             fits = passed is not None and self.instant.same_shape(passed)
             provisional = passed if fits else self.instant.read(text)
+        if is_part_of_beam(request):  # else the same text would be read for each token of it
+            return provisional, False
         return provisional, submitted or self._submit(request.request_id, hint, text, provisional)
 
     def _text(self, tokens: Sequence[int], most: int) -> str:

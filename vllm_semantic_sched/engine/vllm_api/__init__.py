@@ -27,6 +27,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_semantic_sched.engine.vllm_api.capabilities import OUTPUTS_CARRY_ERRORS
 from vllm_semantic_sched.engine.vllm_api.channels import *
 from vllm_semantic_sched.engine.vllm_api.kv_cache import *
 from vllm_semantic_sched.engine.vllm_api.scheduling import *

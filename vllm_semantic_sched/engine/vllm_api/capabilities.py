@@ -57,5 +57,8 @@ HELD_ADAPTERS_COUNT = hasattr(Scheduler, "has_request")
 session that is preempted while the last token of its turn is in flight. From 0.33 on, which is
 known by a method that came with it."""
 
+OUTPUTS_CARRY_ERRORS = "error" in EngineCoreOutput.__struct_fields__
+"""Whether a request's last output can carry an error; since 0.33."""
+
 HOOKS = find_hooks(Scheduler, EngineCore, SchedulerStats, EngineCoreOutput, REQUEST_ERROR)
 """Of the installed vLLM."""

@@ -43,9 +43,17 @@ def free_kv_blocks(scheduler: Scheduler) -> int:
     return scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
+def encoder_tokens(scheduler: Scheduler, request: Request) -> int:
+    """Tokens of a request's encoder inputs, for each of which an encoder-decoder model (Whisper)
+    has cross-attention KV; 0 for others."""
+    if not scheduler.is_encoder_decoder:
+        return 0
+    return sum(map(request.get_num_encoder_embeds, range(len(request.mm_features))))
+
+
 def blocks_needed(scheduler: Scheduler, request: Request) -> int:
-    """Blocks for all tokens that a waiting request has so far, less those in use that the prefix
-    cache already holds for it."""
+    """Blocks for all tokens that a waiting request has so far, those of its encoder inputs
+    included, less those in use that the prefix cache already holds for it."""
     manager = scheduler.kv_cache_manager
     tokens = min(request.num_tokens, scheduler.max_model_len)
     # A lookup is reported to subscribers of KV events; do without it then.
@@ -57,7 +65,7 @@ def blocks_needed(scheduler: Scheduler, request: Request) -> int:
         request_id=request.request_id,
         num_tokens=tokens,
         new_computed_blocks=cached.blocks,
-        num_encoder_tokens=0,
+        num_encoder_tokens=encoder_tokens(scheduler, request),
         total_computed_tokens=hits,
         num_local_computed_tokens=hits,
         num_tokens_main_model=tokens,
@@ -203,8 +211,9 @@ def block_copy_and_pin() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return _custom_ops.swap_blocks_batch, pin_tensor
 
 
-def most_kv_tokens(scheduler: Scheduler) -> int:
-    """Tokens whose KV fits if one request holds all blocks, at most `max_model_len`."""
+def most_kv_tokens(scheduler: Scheduler, encoded: int = 0) -> int:
+    """Tokens whose KV fits beside that of `encoded` ones (`encoder_tokens`) if one request holds
+    all blocks, at most `max_model_len`."""
     manager, blocks = scheduler.kv_cache_manager, total_kv_blocks(scheduler)
 
     def too_large(tokens: int) -> bool:
@@ -212,7 +221,7 @@ def most_kv_tokens(scheduler: Scheduler) -> int:
             request_id="",
             num_tokens=tokens,
             new_computed_blocks=manager.empty_kv_cache_blocks.blocks,
-            num_encoder_tokens=0,
+            num_encoder_tokens=encoded,
             total_computed_tokens=0,
             num_local_computed_tokens=0,
             num_tokens_main_model=tokens,

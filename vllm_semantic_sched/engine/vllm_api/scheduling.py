@@ -13,9 +13,16 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_semantic_sched.engine.vllm_api import capabilities
 
+_LOOKUP = 16  # steps for which an unanswered lookup counts as pending, see `awaits_lookup`
+
 
 class HookedScheduler(Scheduler):
     """vLLM's scheduler with public hooks, which do nothing here; a subclass overrides them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.connector is not None:
+            _watch_lookups(self, self.connector)
 
     def before_step(self) -> None:
         """Called at the start of schedule()."""
@@ -68,6 +75,26 @@ class HookedScheduler(Scheduler):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self.before_free(request)
         return super()._free_request(request, *args, **kwargs)
+
+
+def _watch_lookups(scheduler: Scheduler, connector: Any) -> None:
+    """Note on a request the step in which a KV connector could not say yet what it has for it."""
+    look_up = connector.get_num_new_matched_tokens
+
+    def watched(request: Request, *args: Any, **kwargs: Any) -> Any:
+        found = look_up(request, *args, **kwargs)
+        pending = found[0] is None
+        request.semsched_lookup = scheduler.current_step if pending else None  # type: ignore[attr-defined]
+        return found
+
+    connector.get_num_new_matched_tokens = watched
+
+
+def awaits_lookup(scheduler: Scheduler, request: Request) -> bool:
+    """Whether a KV connector (LMCache) still looks for a waiting request's KV: vLLM skips it. vLLM
+    asks again only where a seat is free, so after some steps without one it counts as found."""
+    asked: int | None = getattr(request, "semsched_lookup", None)
+    return asked is not None and scheduler.current_step < asked + _LOOKUP
 
 
 def replace_queues(

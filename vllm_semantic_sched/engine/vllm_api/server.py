@@ -1,9 +1,12 @@
 """vLLM's servers: their authentication, engines, device and model."""
 
 import argparse
+import inspect
+import re
 import sys
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, NamedTuple, cast
 
 import torch
 from starlette.datastructures import Headers
@@ -12,6 +15,50 @@ from vllm.config import VllmConfig
 RANK = "data_parallel_rank"
 """Argument of the engine client's `generate`: the number of the engine; None: vLLM chooses. vLLM
 fills it from the header X-data-parallel-rank."""
+
+_BEAM = re.compile(r".*-[0-9a-f]{16}-beam-\d+(?:-[0-9a-f]{8})?", re.DOTALL)
+
+
+def is_beam(request_id: str) -> bool:
+    """Whether a request computes the next token of one beam of a beam search. vLLM makes each a
+    request of its own, with sampling parameters that say nothing of the client's request."""
+    return _BEAM.fullmatch(request_id) is not None
+
+
+def encode_with_rank(engine_client: Any) -> Callable[..., AsyncGenerator[Any, None]]:
+    """The engine client's `encode`, with the argument `RANK`: vLLM has it in `generate` and in
+    `add_request`, which both call."""
+    encode, add_request = engine_client.encode, engine_client.add_request
+    if RANK in inspect.signature(encode).parameters:
+        return cast("Callable[..., AsyncGenerator[Any, None]]", encode)
+    ranks: dict[str, int] = {}
+
+    def add(request_id: str, *args: Any, **kwargs: Any) -> Any:
+        if (rank := ranks.pop(request_id, None)) is not None:
+            kwargs[RANK] = rank
+        return add_request(request_id, *args, **kwargs)
+
+    async def ranked(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        request_id = args[2] if len(args) > 2 else kwargs["request_id"]
+        if (rank := kwargs.pop(RANK, None)) is not None:
+            ranks[request_id] = rank
+        try:
+            async with aclosing(encode(*args, **kwargs)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            ranks.pop(request_id, None)
+
+    engine_client.add_request = add
+    return ranked
+
+
+def parameters_of(request: Any) -> dict[str, Any] | None:
+    """What clients and the middleware add to the parameters of a request, of sampling or of
+    pooling."""
+    if request.sampling_params is not None:
+        return request.sampling_params.extra_args
+    return getattr(request.pooling_params, "extra_kwargs", None)
 
 
 class Unauthorized:

@@ -24,7 +24,7 @@ from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.predict.instant import InstantReader
 from vllm_semantic_sched.predict.second_look import SecondLooks
 
-_MODEL = {
+_MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 64,
@@ -39,6 +39,18 @@ KV_SHAPE: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_s
 KV_SHAPE["dtype"] = torch.float32
 _PREDICTION = Prediction((0.0, 0.0, 0.1, 0.8, 0.1))
 _WORDS = ("my", "father", "has", "pain", "in", "his", "chest", "since", "noon")
+
+
+def _model_config() -> config.ModelConfig:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(_MODEL))
+        return config.ModelConfig(model=folder, dtype="float32", skip_tokenizer_init=True)
+
+
+def _cache_config(blocks: int, prefix_caching: bool) -> config.CacheConfig:
+    cache = config.CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=prefix_caching)
+    cache.num_gpu_blocks = blocks
+    return cache
 
 
 def build_scheduler(
@@ -59,19 +71,14 @@ def build_scheduler(
     """Build a scheduler as vLLM's engine core does, with `semantic_sched` in `--additional-config`;
     `more_layers` are beside `layers`, by default one of full attention; `encoder_cache` is the
     tokens of images that it holds, and as many may be encoded in a step."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(_MODEL))
-        model_config = config.ModelConfig(model=folder, dtype="float32", skip_tokenizer_init=True)
-    cache_config = config.CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=prefix_caching)
-    cache_config.num_gpu_blocks = num_blocks
     vllm_config = config.VllmConfig(
-        model_config=model_config,
-        cache_config=cache_config,
+        model_config=_model_config(),
+        cache_config=_cache_config(num_blocks, prefix_caching),
         device_config=config.DeviceConfig("cpu"),
         scheduler_config=config.SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=model_config.max_model_len,
+            max_model_len=_MODEL["max_position_embeddings"],
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
             **scheduler_options,
@@ -93,11 +100,16 @@ def build_scheduler(
         block_size=BLOCK_SIZE,
         log_stats=True,
     )
-    if encoder_cache:  # as for a model that reads images, which this one does not
-        scheduler.max_num_encoder_input_tokens = encoder_cache
-        scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=encoder_cache)
-        scheduler.scheduler_config.disable_chunked_mm_input = False
+    if encoder_cache:
+        _read_images(scheduler, encoder_cache)
     return scheduler
+
+
+def _read_images(scheduler: Scheduler, encoder_cache: int) -> None:
+    """Schedule as for a model that reads images, which this one does not."""
+    scheduler.max_num_encoder_input_tokens = encoder_cache
+    scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=encoder_cache)
+    scheduler.scheduler_config.disable_chunked_mm_input = False
 
 
 def make_request(

@@ -335,60 +335,70 @@ class Eviction:
         may preempt.
         """
         takes_seat = job in self._seating.deadlines.may_take_seats
-        borrowed = self._seating.reservation.borrowed_from(job.level)
-        unweighed, level = takes_seat or borrowed is not None, self._entitled_level(job)
-        if self._unpaid == (asked := (job, level, unweighed)):
+        unweighed = takes_seat or self._seating.reservation.borrowed_from(job.level) is not None
+        if self._unpaid == (asked := (job, self._entitled_level(job), unweighed)):
             return []
         affordable = math.inf if unweighed else self._affordable_seconds(job, need)
-        limits = self._seating.policy.preemption
 
         def freeable(victim: Job) -> int | None:
             if not self._seating.policy.all_tiers[victim.level].preemptible:
                 return None
-            ends = victim.urgent_preemptions >= limits.max_per_request and self._is_droppable(
-                victim
-            )
-            if not ends and view.preemption_seconds(victim) > affordable:
+            if not self._is_worth_a_seat(victim, view, affordable):
                 self._unpaid = asked
                 return None
             return None if victim in beside else view.freeable_blocks(victim)
 
-        longer_than = self._much_longer_than(job)
-
-        def choose(
-            need: Need, most: int, among: Callable[[Job], bool] = lambda victim: True
-        ) -> list[Job]:
-            return choose_victims(
-                # Without an entitled level it takes a seat by its deadline.
-                self._seating.preempting_level(job.level if level is None else level),
-                need,
-                self._running,
-                limits,
-                most,
-                lambda victim: freeable(victim) if among(victim) else None,
-                order=self._order_of_victims(view),
-                gives_way=self._gives_way(takes_seat, longer_than, borrowed),
-                among_equals=takes_seat or longer_than < math.inf,
-                droppable=self._is_droppable,
-            )
-
-        most = limits.max_victims_per_step - len(beside)
-        victims = self._smallest(groups, choose)[:most] if groups else choose(need, most)
+        most = self._seating.policy.preemption.max_victims_per_step - len(beside)
+        if groups:
+            victims = self._smallest(groups, job, view, freeable)[:most]
+        else:
+            victims = self._choose(need, most, job, view, freeable)
         if victims:
             self._unpaid = None
         return victims
 
-    @staticmethod
-    @staticmethod
     def _smallest(
+        self,
         groups: Sequence[Collection[Job]],
-        choose: Callable[[Need, int, Callable[[Job], bool]], list[Job]],
+        job: Job,
+        view: AdmissionView,
+        freeable: Callable[[Job], int | None],
     ) -> list[Job]:
         """The smallest group all of whose jobs may be preempted."""
         for group in sorted(groups, key=len):
-            if found := choose(Need(len(group), 0), len(group), group.__contains__):
+
+            def among(victim: Job, group: Collection[Job] = group) -> int | None:
+                return freeable(victim) if victim in group else None
+
+            if found := self._choose(Need(len(group), 0), len(group), job, view, among):
                 return found
         return []
+
+    def _choose(
+        self,
+        need: Need,
+        most: int,
+        job: Job,
+        view: AdmissionView,
+        freeable: Callable[[Job], int | None],
+    ) -> list[Job]:
+        """See `choose_victims`."""
+        level, longer_than = self._entitled_level(job), self._much_longer_than(job)
+        takes_seat = job in self._seating.deadlines.may_take_seats
+        borrowed = self._seating.reservation.borrowed_from(job.level)
+        return choose_victims(
+            # Without an entitled level it takes a seat by its deadline.
+            self._seating.preempting_level(job.level if level is None else level),
+            need,
+            self._running,
+            self._seating.policy.preemption,
+            most,
+            freeable,
+            order=self._order_of_victims(view),
+            gives_way=self._gives_way(takes_seat, longer_than, borrowed),
+            among_equals=takes_seat or longer_than < math.inf,
+            droppable=self._is_droppable,
+        )
 
     def _order_of_victims(self, view: AdmissionView) -> Callable[[Job], float] | None:
         """The order of victims of one level; None: by rank."""
@@ -404,6 +414,13 @@ class Eviction:
         """Whether one more preemption than allowed ends a job."""
         policy = self._seating.policy
         return policy.preemption.after_limit == "drop" and policy.all_tiers[victim.level].drop
+
+    def _is_worth_a_seat(self, victim: Job, view: AdmissionView, affordable: float) -> bool:
+        """Whether the preemption of a job costs at most `affordable` seconds. One that ends it
+        (`after_limit`) costs nothing."""
+        limit = self._seating.policy.preemption.max_per_request
+        ends = victim.urgent_preemptions >= limit and self._is_droppable(victim)
+        return ends or view.preemption_seconds(victim) <= affordable
 
     def _gives_way(
         self, takes_seat: bool, longer_than: float, borrowed: Callable[[Job], bool] | None

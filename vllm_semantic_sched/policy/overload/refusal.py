@@ -132,7 +132,8 @@ def refusal_of(output: Any) -> Refusal | None:
             return Refusal(Code(fields["code"]), text, float(fields["retry_after"]))
         except (KeyError, ValueError, TypeError):
             return Refusal.from_sentence(text)
-    for answer in getattr(output, "outputs", ()):
+    answers = getattr(output, "outputs", ())
+    for answer in answers if isinstance(answers, list) else ():  # else of a pooling model
         if answer.finish_reason == FINISH_REASON and (
             refusal := Refusal.from_text(answer.stop_reason)
         ):
