@@ -122,6 +122,7 @@ class FakeServer:
         engine = {
             "engine": 0,
             "paused": self.paused,
+            "scheduler": "vllm_semantic_sched.engine.scheduler.SemanticScheduler",
             "ready": self.ready,
             "running": 1,
             "waiting": 2,

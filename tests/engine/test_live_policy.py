@@ -120,6 +120,7 @@ def test_steps_do_not_wait_for_the_file(scheduler, monkeypatch) -> None:
     go_on.set()
     done.result(timeout=10)
     assert commands.run(scheduler, "status")["policy"]["result"] == "unchanged"
+    assert commands.run(scheduler, "status")["scheduler"].endswith(".SemanticScheduler")
 
 
 def test_running_requests_are_reordered(scheduler, file) -> None:

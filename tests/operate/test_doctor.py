@@ -79,9 +79,10 @@ def test_good_set_up_has_no_fault(examine, server) -> None:
         *("host memory", "shared memory", "port"),
     ]
     status, lines = examine("--profile", "cpu-2core-small", "--server", server.url)
-    assert status == 0 and lines[-3:] == [
+    assert status == 0 and lines[-4:] == [
         f"ok: server: {server.url} answers, vLLM 0.32.0",
         "ok: middleware: the operator's endpoints answer; engines: 1",
+        "ok: scheduler: vllm_semantic_sched.engine.scheduler.SemanticScheduler",
         "ok: predictor: up in every engine, or not needed",
     ]
 

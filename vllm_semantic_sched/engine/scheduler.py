@@ -152,6 +152,12 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                 "priority is its urgency level, and 0 leaves the level to the text; "
                 "`hints: {priority: vllm}` in the policy keeps vLLM's meaning."
             )
+        if limits := vllm_api.limits_on_all(self.vllm_config):
+            logger.warning(
+                "Semantic scheduling: %s refuses urgent requests like others, before they are "
+                "seen here; `admission: {queue: {requests: N}}` in the policy does not.",
+                " and ".join(limits),
+            )
         protection = self.core.protection
         if protection.enabled and (reason := vllm_api.why_no_holds(self.vllm_config)) is not None:
             protection.unsafe = True

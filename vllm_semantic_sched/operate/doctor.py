@@ -347,6 +347,10 @@ def check_server(client: AdminClient, wanted: str | None) -> Iterator[Finding]:
         yield _closed_endpoints(error)
         return
     yield Finding("ok", "middleware", f"the operator's endpoints answer; engines: {len(engines)}")
+    if running := ", ".join(
+        sorted({str(one["scheduler"]) for one in engines if "scheduler" in one})
+    ):
+        yield Finding("ok", "scheduler", running)
     if all(engine.get("ready", True) for engine in engines):
         yield Finding("ok", "predictor", "up in every engine, or not needed")
     else:
@@ -355,8 +359,8 @@ def check_server(client: AdminClient, wanted: str | None) -> Iterator[Finding]:
     if any(engine["paused"] for engine in engines):
         advice = "semsched maintenance --action resume"
         yield Finding("warning", "server", "it is paused and starts no requests", advice)
-    running = {engine["policy"].get("fingerprint") for engine in engines}
-    if wanted is not None and running != {wanted}:
+    policies = {engine["policy"].get("fingerprint") for engine in engines}
+    if wanted is not None and policies != {wanted}:
         text = f"the server runs another policy or profile than the one given ({wanted})"
         yield Finding("warning", "server", text, "semsched policy reload, or restart it with both")
 

@@ -204,6 +204,15 @@ def test_server_whose_engine_does_not_answer_is_not_ready() -> None:
     assert ready(client("10.0.0.7")) == 503
 
 
+def test_scheduler_that_a_platform_has_put_in_place_of_ours_is_named() -> None:
+    server = client("127.0.0.1")
+    config = SimpleNamespace(get_scheduler_cls=lambda: Core)
+    server.app.state.vllm_config = SimpleNamespace(scheduler_config=config)
+    for path, status in (("/semsched/ready", 503), ("/v1/semsched/status", 501)):
+        answer = server.get(path)
+        assert answer.status_code == status and f"{__name__}.Core" in answer.text
+
+
 @pytest.fixture
 def watched(tmp_path, monkeypatch):
     """A folder with `data/policy.yaml`, and how often it was reloaded."""

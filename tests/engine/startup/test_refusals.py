@@ -42,6 +42,20 @@ def test_ranks_that_schedule_by_themselves_are_refused(config, monkeypatch) -> N
 
 
 @pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({}, []),
+        ({"max_num_queued_reqs": None, "max_num_queued_tokens": None}, []),
+        ({"max_num_queued_reqs": 0}, ["--max-num-queued-reqs"]),
+        ({"max_num_queued_tokens": 9}, ["--max-num-queued-tokens"]),
+    ],
+)
+def test_limits_that_refuse_urgent_requests_too_are_named(given, named) -> None:
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(**given))
+    assert vllm_api.limits_on_all(config) == named
+
+
+@pytest.mark.parametrize(
     ("scheduling", "hints", "warned"),
     [("priority", "honor", True), ("priority", "vllm", False), ("fcfs", "honor", False)],
 )

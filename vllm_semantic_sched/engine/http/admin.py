@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Request
 
-from vllm_semantic_sched.engine.guard import logged
+from vllm_semantic_sched.engine.guard import logged, logger
 from vllm_semantic_sched.engine.http import pausing
 from vllm_semantic_sched.engine.http.commands import UTILITY
 from vllm_semantic_sched.engine.http.incoming import state_of
@@ -25,7 +25,7 @@ from vllm_semantic_sched.engine.http.preparation import adopt_rules
 from vllm_semantic_sched.engine.http.siblings import Siblings, join_siblings
 from vllm_semantic_sched.engine.live_policy import hangup_may_reload
 from vllm_semantic_sched.engine.startup.settings import PolicyFile, parse_settings
-from vllm_semantic_sched.engine.vllm_api import call_engines, engine_count
+from vllm_semantic_sched.engine.vllm_api import call_engines, engine_count, other_scheduler
 from vllm_semantic_sched.predict.corrections import (
     Correction,
     append,
@@ -87,6 +87,8 @@ def add_routes(app: FastAPI) -> None:
     app.include_router(probes)
     show_paused(False)
     adopt_rules(app)
+    if other := _other_scheduler(app):
+        logger.warning("Semantic scheduling is off: %s.", other)
     with logged("this API server does not know the others"):
         if state.rules:
             state.siblings = join_siblings(app.state.vllm_config, state.rules.policy.levels)
@@ -159,7 +161,8 @@ async def ready(request: Request) -> dict[str, bool]:
         if not state.ready:
             state.ready = all(one["ready"] for one in await ask_engines(engine, "status"))
     except Exception as error:
-        raise HTTPException(503, "an engine does not answer") from error
+        problem = _other_scheduler(request.app) or "an engine does not answer"
+        raise HTTPException(503, problem) from error
     if paused:
         raise HTTPException(503, "an operator has paused the server")
     if not state.ready:
@@ -264,7 +267,17 @@ async def _ask(request: Request, command: str) -> list[Any]:
     try:
         return await ask_engines(engine_of(request), command)
     except Exception as error:
-        raise HTTPException(501, f"{command}: {error}") from error
+        problem = _other_scheduler(request.app) or error
+        raise HTTPException(501, f"{command}: {problem}") from error
+
+
+def _other_scheduler(app: FastAPI) -> str | None:
+    """That the engines run another scheduler than this package's, if they do."""
+    with logged("the scheduler's class is not known"):
+        vllm_config = getattr(app.state, "vllm_config", None)
+        other = None if vllm_config is None else other_scheduler(vllm_config)
+        return other and f"the engines run the scheduler {other} instead of this package's"
+    return None
 
 
 async def reload_engines(engine_client: Any) -> list[Any]:

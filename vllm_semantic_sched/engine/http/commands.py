@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from vllm_semantic_sched.engine.live_policy import CanaryDriver, LivePolicy
+from vllm_semantic_sched.engine.vllm_api import class_name
 from vllm_semantic_sched.policy.canary import Plan
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.heap import stored_entries
@@ -40,7 +41,8 @@ def status(scheduler: Any) -> dict[str, Any]:
 
     `jobs`: all requests that the policy knows; `levels`: their number per level, most urgent first,
     empty under the base policy `fcfs`; `heap_entries`: what all its heaps store; `ready`: whether
-    the predictor is up, or not needed; `kv_free`: share of the KV cache, 0 to 1.
+    the predictor is up, or not needed; `kv_free`: share of the KV cache, 0 to 1; `scheduler`: its
+    class.
     """
     running, waiting = scheduler.get_request_counts()
     core: SchedulingCore | None = getattr(scheduler, "core", None)
@@ -49,6 +51,7 @@ def status(scheduler: Any) -> dict[str, Any]:
     started = {"result": "started", "version": 1}
     return {
         "engine": scheduler.vllm_config.parallel_config.data_parallel_index,
+        "scheduler": class_name(type(scheduler)),
         "paused": scheduler.pause_state.name != "UNPAUSED",
         "running": running,
         "waiting": waiting,

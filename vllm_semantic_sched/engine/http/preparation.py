@@ -16,6 +16,7 @@ from vllm_semantic_sched.engine.guard import guarded, logged
 from vllm_semantic_sched.engine.http.incoming import Incoming, Message, incoming, state_of
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.startup.settings import load_settings
+from vllm_semantic_sched.engine.vllm_api import other_scheduler
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.estimates.decision import read_hints, reading_level
 from vllm_semantic_sched.policy.facts.prediction import Prediction
@@ -24,7 +25,6 @@ from vllm_semantic_sched.predict.instant import InstantReader
 
 _SLOTS = 2  # the second keeps the thread busy while the first waits for the tokenizer's
 _LONGEST = 0.05  # seconds after which a request that waits for something slow gives up its slot
-_PACKAGE = "vllm_semantic_sched."
 
 _PATHS = ("/completions", "/responses")  # ends of those whose bodies are read ahead
 # Bytes of a body that are read ahead. Larger ones hold pictures or whole books: parsing them twice
@@ -59,8 +59,7 @@ class GlanceRules:
     def load(cls, vllm_config: Any) -> Self | None:
         """The rules of a server; None if it does not order by urgency, or only observes. Raises
         PolicyError if the policy is invalid, and as `of`."""
-        classes = vllm_config.scheduler_config.get_scheduler_cls().__mro__
-        if not any(one.__module__.startswith(_PACKAGE) for one in classes):
+        if other_scheduler(vllm_config) is not None:
             return None
         policy = load_settings(vllm_config.additional_config)
         return cls.of(policy) if policy.uses_urgency and not policy.observe else None

@@ -79,10 +79,9 @@ class HookedScheduler(Scheduler):
 
 def _watch_lookups(scheduler: Scheduler, connector: Any) -> None:
     """Note on a request the step in which a KV connector could not say yet what it has for it."""
-    look_up = connector.get_num_new_matched_tokens
 
     def watched(request: Request, *args: Any, **kwargs: Any) -> Any:
-        found = look_up(request, *args, **kwargs)
+        found = type(connector).get_num_new_matched_tokens(connector, request, *args, **kwargs)
         pending = found[0] is None
         request.semsched_lookup = scheduler.current_step if pending else None  # type: ignore[attr-defined]
         return found

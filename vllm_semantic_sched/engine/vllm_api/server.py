@@ -16,6 +16,8 @@ RANK = "data_parallel_rank"
 """Argument of the engine client's `generate`: the number of the engine; None: vLLM chooses. vLLM
 fills it from the header X-data-parallel-rank."""
 
+_PACKAGE = "vllm_semantic_sched."
+
 _BEAM = re.compile(r".*-[0-9a-f]{16}-beam-\d+(?:-[0-9a-f]{8})?", re.DOTALL)
 
 
@@ -51,6 +53,25 @@ def encode_with_rank(engine_client: Any) -> Callable[..., AsyncGenerator[Any, No
 
     engine_client.add_request = add
     return ranked
+
+
+def limits_on_all(vllm_config: VllmConfig) -> list[str]:
+    """Options given by which API servers refuse requests, whatever their level (from 0.33 on)."""
+    names = "max_num_queued_reqs", "max_num_queued_tokens"
+    given = [one for one in names if getattr(vllm_config.scheduler_config, one, None) is not None]
+    return [f"--{one.replace('_', '-')}" for one in given]
+
+
+def class_name(one: type) -> str:
+    return f"{one.__module__}.{one.__qualname__}"
+
+
+def other_scheduler(vllm_config: VllmConfig) -> str | None:
+    """The scheduler class that engines of a configuration run, if it is none of this package's: a
+    platform's plug-in may have replaced the one that the user named."""
+    scheduler = vllm_config.scheduler_config.get_scheduler_cls()
+    ours = any(one.__module__.startswith(_PACKAGE) for one in scheduler.__mro__)
+    return None if ours else class_name(scheduler)
 
 
 def parameters_of(request: Any) -> dict[str, Any] | None:
