@@ -116,14 +116,6 @@ def numbers_in(text: str) -> list[str]:
     return re.findall(r"(?<![\w.])\d+(?:\.\d+)?", text)
 
 
-def test_documentation_stays_short() -> None:
-    """Without the measurements: what somebody reads who is new here."""
-    pages = list(DOCS.glob("*.md"))
-    assert len(pages) <= 10
-    assert sum(len(text_of(page).split()) for page in pages) <= 15_000
-    assert len(text_of(ROOT / "README.md").splitlines()) <= 80
-
-
 def test_readme_figures_match_the_measurements() -> None:
     """Each row's figures occur in the pages that it links, or in the comparison of schedulers."""
     checked = 0
