@@ -62,6 +62,8 @@ def test_holds_are_charged_what_they_cost_with_the_right_profile() -> None:
     lengths = {"prompts": Lengths(6.5, 0.5, 100, 2000), "answers": Lengths(4.5, 0.3, 20, 200)}
     load = draw_load(LoadConfig(requests=80, rate=40.0, mix=(1, 1, 1, 1, 1), **lengths))
     policy = read_config("ems", kind="policy")[0] | {"correct_profile": False}
+    # Preemptions count toward the price as well: at that of `ems` they leave holds next to nothing.
+    policy["protect"] = policy["protect"] | {"price": 0.5}
     with VirtualEngine(EngineConfig(policy=policy, seats=32)) as engine:
         costs = HoldCosts(engine)
         engine.send(load)
