@@ -1,8 +1,9 @@
 """A connector that loads KV from elsewhere beside steps, as LMCache, Offloading and NIXL do."""
 
-from collections import Counter, deque
+from collections import Counter
 from typing import Any
 
+from engine_steps import SimulatedDevice
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -13,8 +14,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
-
-from vllm_semantic_sched.lab.bench.standalone import model_output
 
 
 def remote_config(
@@ -73,23 +72,13 @@ class RemoteKV(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None: ...
 
 
-class RemoteDevice:
-    """Executes steps in order with simulated output; a load takes `load_steps`."""
+class RemoteDevice(SimulatedDevice):
+    """A device on which a load takes `load_steps`."""
 
     def __init__(self, scheduler: Scheduler, load_steps: int = 2) -> None:
-        self.scheduler = scheduler
+        super().__init__(scheduler)
         self.load_steps = load_steps
         self._loading: Counter[str] = Counter()  # steps so far
-        self._queue: deque = deque()
-
-    def add(self, *requests: Request) -> None:
-        for request in requests:
-            self.scheduler.add_request(request)
-
-    def schedule(self) -> SchedulerOutput:
-        step = self.scheduler.schedule()
-        self._queue.append((step, model_output(self.scheduler, step)))
-        return step
 
     def execute(self) -> None:
         step, output = self._queue.popleft()

@@ -62,6 +62,7 @@ def test_same_load_twice_gives_identical_records() -> None:
     assert first == second
 
 
+@pytest.mark.study
 def test_records_do_not_depend_on_the_seed_of_hashes() -> None:
     load = LoadConfig(requests=30, rate=30.0, prompts=SHORT)
     options = {"seats": 8, "blocks": 300, "max_model_len": 4096, "prefix_cache": True}

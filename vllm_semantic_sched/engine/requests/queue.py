@@ -70,14 +70,15 @@ class SemanticRequestQueue(RequestQueue):
 
     def end_step(self) -> None:
         """vLLM has filled a step: what was skipped is back. After a failure, put all into order
-        again, in the first step, the second, the fourth and so on."""
+        again, in the first step, the second, the fourth and so on, or once the queue is empty."""
         self._popped = None
         self._lifted.clear()
         if self._ordered:
             self._steps_in_disorder = 0
             return
         self._steps_in_disorder += 1
-        if self._steps_in_disorder & (self._steps_in_disorder - 1):
+        steps = self._steps_in_disorder
+        if self._members and steps & (steps - 1):
             return
         try:
             for job in list(self._queue):
