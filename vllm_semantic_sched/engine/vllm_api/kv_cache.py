@@ -103,7 +103,9 @@ def reserved_blocks(scheduler: Scheduler) -> int:
     """Blocks that vLLM sets aside for prefills under way before it loads KV beside steps."""
     if scheduler.connector is None:
         return 0
-    return scheduler._inflight_prefill_reserved_blocks() + scheduler._spec_decode_step_blocks
+    drafts: Any = scheduler._spec_decode_step_blocks  # a method in 0.31
+    drafts = drafts() if callable(drafts) else drafts
+    return scheduler._inflight_prefill_reserved_blocks() + drafts
 
 
 def most_blocks_of_a_step(scheduler: Scheduler) -> int:
