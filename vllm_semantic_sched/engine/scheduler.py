@@ -325,7 +325,8 @@ class SemanticScheduler(vllm_api.HookedScheduler):
 
     def before_preemption(self, request: Request, keep_kv: bool) -> None:
         with self.guard("preempting a request"):
-            self.view.preempted(request)
+            if not self.observing:  # nobody keeps seats, nor forgets the request later
+                self.view.preempted(request)
             job = self.jobs[request.request_id]
             plan = self.preemptions.begin(job, request, keep_kv and not self.observing)
             if plan.kind is PreemptionKind.DROP:

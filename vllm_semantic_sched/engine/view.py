@@ -38,7 +38,6 @@ class VllmView:
     now: Callable[[], float]  # seconds during which the engine was serving
     predictions: Callable[[], Iterable[tuple[Job, Prediction | None]]]  # since the last call
     end: Callable[[Job, Refusal], None]  # a job without its answer
-    _limited: bool = field(default=False, init=False)  # vLLM's limits are lowered in this step
     _held_decodes: int = field(default=0, init=False)
     _since: dict[Request, int] = field(default_factory=dict, init=False)  # first step of returning
     _stale: set[Request] = field(default_factory=set, init=False)  # preempted with output in flight
@@ -199,7 +198,6 @@ class VllmView:
 
     def limit_prefills(self, limits: PrefillLimits) -> None:
         if limits.gated or limits.cap is not None:
-            self._limited = True
             budget = self.decode_tokens() if limits.gated else None
             self._limits.lower(budget, limits.cap)
 
@@ -227,8 +225,8 @@ class VllmView:
         return not claims or vllm_api.free_seats(self.scheduler) > claims
 
     def may_resume(self, job: Job, popped: Request | None) -> bool:
-        """The same for the queue of those that hold KV. Loads under way and idle sessions keep vLLM
-        from looking at each of them in every step."""
+        """The same for the queue of requests that hold KV. False while all of them are loading or
+        idle: vLLM would look at each one in every step."""
         return vllm_api.loaded(self.scheduler) > 0 and self.may_take_seat(job, popped)
 
     def is_skipped(self, request: Request) -> bool:
@@ -245,9 +243,7 @@ class VllmView:
         for queue in self._queues:
             queue.end_step()
         self._claims, self._claimed, self._first = [], set(), None
-        if self._limited:
-            self._limits.restore()
-            self._limited = False
+        self._limits.restore()
 
     # Whose order applies (policy key `observe`): both changes between two steps, O(n log n)
 
@@ -285,6 +281,7 @@ class VllmView:
 
         vllm_api.restore_queues(scheduler)
         self._queues = []
+        self._stale.clear()
         for request in sorted(waiting, key=arrival):
             scheduler.waiting.add_request(request)
         for request in sorted(holding, key=arrival):

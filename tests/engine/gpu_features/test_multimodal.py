@@ -47,13 +47,7 @@ def test_prefill_does_not_yield_to_an_image_that_its_own_keeps_out(
         steps = EngineSteps(scheduler)
         add_with_image(steps, "long", urgency=4, prompt_tokens=400)
         steps.run(2)
-        steps.add(
-            "urgent",
-            urgency=0,
-            prompt_tokens=120,
-            output_tokens=5,
-            mm_features=[image("j", 0, 100)],
-        )
+        add_with_image(steps, "urgent", urgency=0, prompt_tokens=120)
         steps.run()
         steps.add("text", urgency=4, prompt_tokens=30, output_tokens=5)
         steps.finish(100)
@@ -73,13 +67,7 @@ def test_image_starts_when_the_encoder_cache_has_room(build, build_stock) -> Non
         add_with_image(steps, "long", urgency=4, prompt_tokens=2000)
         steps.add("low1", "low2", urgency=4, output_tokens=300)
         steps.run(2)
-        steps.add(
-            "urgent",
-            urgency=0,
-            prompt_tokens=120,
-            output_tokens=5,
-            mm_features=[image("j", 0, 100)],
-        )
+        add_with_image(steps, "urgent", urgency=0, prompt_tokens=120)
         steps.run()
         steps.add("text", urgency=0, output_tokens=5)
         steps.run(120)
