@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from vllm_semantic_sched.engine.vllm_api import is_ready, tokens_with_kv
+from vllm_semantic_sched.engine.vllm_api import tokens_with_kv
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.lifecycle import Transition
@@ -35,11 +35,14 @@ class Step:
         predictions: (request, prediction) that came back.
         progress: computed and generated tokens of running requests, and how many of the computed
             ones are not in flight.
-        free_blocks, kv_use: of the KV cache, before the step's decisions.
+        free_blocks, coming_blocks, kv_use: of the KV cache, before the step's decisions.
+        reserved_blocks: that the engine sets aside for running prefills.
+        passed_over: the request that the engine did not start although it had room.
         host_blocks: free ones on the host.
         answers: of the view to questions about one request that the simulator has no notion of,
             by question and request.
-        unready: requests without a seat that vLLM could not admit; those with a token in flight.
+        unready, unready_after: requests without a seat that vLLM could not admit, as the step began
+            and when it was filled; those with a token in flight.
         after: computed and generated tokens by request, as vLLM counts them after scheduling.
         preempted, admitted: how many vLLM preempted and admitted by itself.
     """
@@ -48,10 +51,14 @@ class Step:
     predictions: list[tuple[str, Prediction | None]] = field(default_factory=list)
     progress: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     free_blocks: int = 0
+    coming_blocks: int = 0
     kv_use: float = 0.0
+    reserved_blocks: int = 0
+    passed_over: str | None = None
     host_blocks: int = 0
     answers: dict[tuple[str, str], Any] = field(default_factory=dict)
     unready: set[str] = field(default_factory=set)
+    unready_after: set[str] = field(default_factory=set)
     after: dict[str, tuple[int, int]] = field(default_factory=dict)
     preempted: int = 0
     admitted: int = 0
@@ -141,16 +148,6 @@ def state_of(job: Job) -> tuple[Any, ...]:
     )
 
 
-class VirtualTime:
-    """Seconds that pass between steps only."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class ScriptedPredictor:
     """Stands for `PredictionService`: answers each text a few steps later, some with None."""
 
@@ -236,6 +233,10 @@ def record(scheduler: Any, policy: str) -> Recording:
             return
         setattr(owner, name, lambda *args, **kwargs: around(inner, *args, **kwargs))
 
+    def unready() -> set[str]:
+        names = (request.request_id for request in scheduler.waiting)
+        return {name for name in names if not view.is_ready(scheduler.jobs[name])}
+
     def arrive(inner: Any, job: Job, now: float) -> None:
         events.append(Arrival(now, copy.copy(job)))
         inner(job, now)
@@ -250,7 +251,11 @@ def record(scheduler: Any, policy: str) -> Recording:
 
     def run(inner: Any, view: Any) -> Any:
         here = events[-1]
+        here.unready = unready()
         here.free_blocks, here.kv_use = view.free_blocks(), view.kv_use()
+        here.coming_blocks, here.reserved_blocks = view.coming_blocks(), view.reserved_blocks()
+        if (passed_over := core.eviction.passed_over) is not None:
+            here.passed_over = passed_over.request_id
         if swap is not None:
             here.host_blocks = swap.ledger.pool.free
         for request in scheduler.running:
@@ -289,9 +294,7 @@ def record(scheduler: Any, policy: str) -> Recording:
         here = Step(view.now())
         events.append(here)
         output = inner(*args, **kwargs)
-        here.unready = {
-            request.request_id for request in scheduler.waiting if not is_ready(scheduler, request)
-        }
+        here.unready_after = unready()
         here.after = {
             name: (request.num_computed_tokens, request.num_output_tokens)
             for name, request in scheduler.requests.items()

@@ -44,6 +44,7 @@ class ReplayEngine(Engine):
         self._jobs: dict[str, Job] = {}
         self._here = Step(0.0)
         self._free = 0
+        self._unready: set[str] = set()
 
     def arrive(self, event: Arrival) -> None:
         self._now = event.now
@@ -61,15 +62,19 @@ class ReplayEngine(Engine):
 
     def run_step(self, event: Step) -> None:
         self._now, self._here, self._free = event.now, event, event.free_blocks
+        self._unready = event.unready
         if self._host is not None:
             self._host.free = event.host_blocks
         self._hold_given = False
+        passed_over = event.passed_over
+        self.core.eviction.passed_over = self._jobs[passed_over] if passed_over else None
         self.step.run(self)
         if not self._hold_given:
             super().hold(())
         self._log.ordered(self.core)
         for _ in range(event.preempted):
             self.preempt(self.running[-1], "kv_shortage")
+        self._unready = event.unready_after
         for job in self._admitted(event.admitted):
             # A token that was in flight when it was preempted may have come since.
             job.computed, job.generated = event.after.get(job.request_id, (0, job.generated))
@@ -131,11 +136,17 @@ class ReplayEngine(Engine):
     def free_blocks(self) -> int:
         return self._free
 
+    def coming_blocks(self) -> int:
+        return self._here.coming_blocks
+
+    def reserved_blocks(self) -> int:
+        return self._here.reserved_blocks
+
     def decode_tokens(self) -> int:
         return sum(job not in self._prefilling and job not in self.held for job in self.running)
 
     def is_ready(self, job: Job) -> bool:
-        return job.request_id not in self._here.unready
+        return job.request_id not in self._unready
 
     def needed_blocks(self, job: Job) -> int:
         return int(self._answer("needed_blocks", job, super().needed_blocks(job)))

@@ -46,13 +46,13 @@ class LoadConfig:
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """A request that is sent `arrival` seconds after the start. `answer`: tokens, which no
-    scheduler is told; `extra`: further fields for `vllm_xargs`; `abort`: seconds after the start
-    at which the client leaves, if it does."""
+    """A request that is sent `arrival` seconds after the start. `level`: None if the client states
+    none. `answer`: tokens, which no scheduler is told; `extra`: further fields for `vllm_xargs`;
+    `abort`: seconds after the start at which the client leaves, if it does."""
 
     name: str
     arrival: float
-    level: int
+    level: int | None
     prompt: tuple[int, ...] = field(repr=False)
     answer: int
     extra: dict[str, Any] = field(default_factory=dict)

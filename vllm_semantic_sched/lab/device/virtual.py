@@ -38,14 +38,16 @@ _STALLED = 600.0  # virtual seconds without a step, and with requests
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How the engine is started. `policy`: a shipped name, a path, or the content of the file; the
-    predictor is switched off. `profile`: of the device; `given_profile`: what the scheduler is
-    told, if that differs. `swap_gib`: host memory of our swap connector, if any; `connector`:
-    another `--kv-transfer-config`. `host_seconds`: of each step's work on the host, before it is
-    submitted."""
+    """How the engine is started. `policy`: a shipped name, a path, or the content of the file; its
+    predictor is switched off unless `predictor`. `profile`: of the device; `given_profile`: what
+    the scheduler is told, if that differs. `swap_gib`: host memory of our swap connector, if any;
+    `connector`: another `--kv-transfer-config`. `host_seconds`: of each step's work on the host,
+    before it is submitted. `model`: folder for a model of this `shape` with a tokenizer; by default
+    it is a temporary one, without."""
 
     scheduler: str = "semantic"
     policy: str | Path | dict[str, Any] = "ems"
+    predictor: bool = False
     seats: int = 128
     asynchronous: bool = True
     profile: str = "default"
@@ -61,6 +63,7 @@ class EngineConfig:
     host_seconds: float = 0.0
     noise: float = 0.0
     shape: str = "llama-3.1-8b"
+    model: Path | None = None
     options: dict[str, Any] = field(default_factory=dict)  # of vLLM's EngineArgs
 
 
@@ -69,7 +72,7 @@ class Record:
     """What became of a request. Times in seconds after the start; `ended` None: it did not."""
 
     name: str
-    level: int
+    level: int | None
     prompt: int
     answer: int  # tokens that it should get
     arrival: float
@@ -267,7 +270,8 @@ def _virtual_clock(clock: VirtualClock) -> Iterator[None]:
 
 def _make_core(config: EngineConfig, folder: Path) -> EngineCore:
     keep_scheduling_mode()
-    make_shape(folder / config.shape, config.shape)
+    model = config.model or folder / config.shape
+    make_shape(model, config.shape, tokenizer=config.model is not None)
     given: dict[str, Any] = {
         "max_num_seqs": config.seats,
         "max_num_batched_tokens": config.budget,
@@ -292,8 +296,8 @@ def _make_core(config: EngineConfig, folder: Path) -> EngineCore:
     elif config.connector is not None:
         given["kv_transfer_config"] = config.connector
     arguments = EngineArgs(
-        model=str(folder / config.shape),
-        skip_tokenizer_init=True,
+        model=str(model),
+        skip_tokenizer_init=config.model is None,
         dtype="bfloat16",
         enforce_eager=True,
         worker_cls=WORKER,
@@ -328,14 +332,15 @@ def _policy(config: EngineConfig) -> dict[str, Any]:
         data = dict(config.policy)
     else:
         data, _ = read_config(config.policy, kind="policy")
-    data["predictor"] = (data.get("predictor") or {}) | {"enabled": False}
+    if not config.predictor:
+        data["predictor"] = (data.get("predictor") or {}) | {"enabled": False}
     data["profile"] = config.given_profile or config.profile
     return data
 
 
 def _engine_request(one: LoadRequest, config: EngineConfig, now: float) -> EngineCoreRequest:
     extra = {ANSWER_FIELD: [one.answer, SHAPES[config.shape]["eos_token_id"]]} | one.extra
-    if config.scheduler == "semantic":
+    if config.scheduler == "semantic" and one.level is not None:
         extra.setdefault("urgency", one.level)
     params = SamplingParams(max_tokens=config.max_model_len, temperature=0, extra_args=extra)
     params.update_from_generation_config({}, SHAPES[config.shape]["eos_token_id"])
@@ -349,5 +354,5 @@ def _engine_request(one: LoadRequest, config: EngineConfig, now: float) -> Engin
         lora_request=None,
         cache_salt=None,
         data_parallel_rank=None,
-        priority=one.level if config.scheduler == "priority" else 0,
+        priority=(one.level or 0) if config.scheduler == "priority" else 0,
     )
