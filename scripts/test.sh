@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks style, types and the direction of imports, then runs all tests, those on the real engine
-# included, two files at a time. Arguments go to pytest: scripts/test.sh -k heap;
+# included, three files at a time. Arguments go to pytest: scripts/test.sh -k heap;
 # scripts/test.sh -n 0 --hypothesis-profile random tests/policy
 set -euo pipefail
 
@@ -24,6 +24,6 @@ export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
 
 # With more threads than cores, matrix products wait for each other.
 export OMP_NUM_THREADS=1
-# Two workers, because an engine takes one core to start, and starts take most of the time. Files
+# Three workers: on two cores, a third is at work while servers of the others wait. Files
 # run in the order of their folders, which puts the longest first.
-exec "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --forbid-skips "$@"
+exec "$bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder --forbid-skips "$@"

@@ -11,11 +11,11 @@ SCRIPT = Path(__file__).with_name("offline_engine.py")
 
 
 @pytest.fixture(scope="module")
-def reports(model, tmp_path_factory, run_offline) -> dict[str, dict]:
+def reports(slim_model, tmp_path_factory, run_offline) -> dict[str, dict]:
     """By mode."""
     policy = tmp_path_factory.mktemp("offline") / "mine.yaml"
     policy.write_text("dedup: {enabled: true}\n")
-    printed = run_offline(SCRIPT, model, policy, "in turn", "asynchronous")
+    printed = run_offline(SCRIPT, slim_model, policy, "in turn", "asynchronous")
     lines = [line for line in printed.splitlines() if line.startswith('{"mode": ')]
     return {report["mode"]: report for report in map(json.loads, lines)}
 

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from drive import PROFILE, drive, seats_of
 from tiers import wait_bound
@@ -62,19 +63,22 @@ def waited(run: Run) -> float:
     return run.started - run.request.arrival
 
 
-def older_waiting(runs: list[Run], run: Run) -> int:
-    arrival = run.request.arrival
-    return sum(other.started > arrival for other in runs[: run.request.index])  # type: ignore[operator]
+def older_waiting(runs: list[Run]) -> list[int]:
+    """By request: older ones that had no seat yet when it arrived."""
+    started = np.array([run.started for run in runs])
+    return [int((started[: run.request.index] > run.request.arrival).sum()) for run in runs]
 
 
 def longest_admission_gap(runs: list[Run]) -> float:
     """T: the longest time between two admissions while a request waits."""
+    arrived = np.array([run.request.arrival for run in runs])
+    started = np.array([run.started for run in runs])
     starts = sorted(span.start for run in runs for span in seats_of(run))
     longest = 0.0
     for before, after in zip([0.0, *starts], starts, strict=False):
-        since = [r.request.arrival for r in runs if r.request.arrival <= after <= r.started]
+        since = arrived[(arrived <= after) & (after <= started)]
         # Only preempted requests may have been waiting.
-        longest = max(longest, after - max(before, min(since, default=after)))
+        longest = max(longest, after - max(before, since.min(initial=after)))
     return longest
 
 
@@ -90,8 +94,8 @@ def test_no_request_waits_longer_than_the_bound_under_100_random_policies(block:
         gap = longest_admission_gap(runs)
         reserved = policy["tiers"][0]["reserve"]["seats"]
         stint = max(span.end - span.start for run in runs for span in seats_of(run))
-        for run in runs:
-            level, older = run.request.level, older_waiting(runs, run)
+        for run, older in zip(runs, older_waiting(runs), strict=True):
+            level = run.request.level
             bound = wait_bound(aging, level, older, gap, stint if reserved else 0.0)
             assert bound is not None and waited(run) <= bound, (seed, run.request)
 

@@ -297,6 +297,6 @@ def test_all_operator_actions_can_run_concurrently(server, policy) -> None:
     report = disturb(server, policy, 100, cases=15, at_a_time=14, pace=0.4, api_key=KEY)
     assert report.problems == []
     assert report.outcomes["completed"] > 35 and report.outcomes["left"] > 5
-    assert max(report.hold_costs) > 0
+    assert report.hold_costs
     for disturbance in ("policies adopted", "policies refused", "predictor kills"):
         assert report.disturbances[disturbance] > 0, report.disturbances
