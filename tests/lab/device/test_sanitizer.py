@@ -141,11 +141,6 @@ def another_total(output: Any) -> bool | None:
     return None
 
 
-def draft(output: Any) -> bool | None:
-    output.scheduled_spec_decode_tokens = {output.scheduled_cached_reqs.req_ids[0]: [5]}
-    return None
-
-
 def other_tokens(output: Any) -> bool | None:
     cached = output.scheduled_cached_reqs
     cached.all_token_ids[cached.req_ids[0]] = [7] * (cached.num_computed_tokens[0] + 1)
@@ -184,7 +179,6 @@ def image(output: Any) -> bool | None:
         (never_begun, "was not sent to the device|was never begun"),
         (begun_and_forgotten, "was never begun"),
         (another_total, "tokens, not as stated"),
-        (draft, "does not draft"),
         (other_tokens, "has other tokens at the scheduler"),
         (adapters, "1 adapters, over 0"),
         (image, "uses image cat, not encoded"),
@@ -294,6 +288,109 @@ def test_stalled_engine_is_found(monkeypatch) -> None:
         engine.scheduler.max_num_running_reqs = 0
 
     assert "no step in" in str(found(stop, scheduler="fcfs"))
+
+
+# Drafts
+
+
+def drafting(output: Any) -> str | None:
+    """A request whose drafts are verified."""
+    cached = output.scheduled_cached_reqs.req_ids
+    return next((name for name in output.scheduled_spec_decode_tokens if name in cached), None)
+
+
+def draft_elsewhere(output: Any) -> bool | None:
+    """A draft is verified against another position."""
+    if (name := drafting(output)) is None:
+        return False
+    output.scheduled_cached_reqs.num_computed_tokens[
+        output.scheduled_cached_reqs.req_ids.index(name)
+    ] -= 1
+    return None
+
+
+def other_draft(output: Any) -> bool | None:
+    if (name := drafting(output)) is None:
+        return False
+    output.scheduled_spec_decode_tokens[name] = [5, 6, 7]
+    return None
+
+
+def draft_without_drafter(output: Any) -> bool | None:
+    output.scheduled_spec_decode_tokens = {output.scheduled_cached_reqs.req_ids[0]: [5]}
+    return None
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "problem"),
+    [
+        (draft_elsewhere, {"drafts": 3}, "verifies drafts of token .* are known"),
+        (other_draft, {"drafts": 3}, "verifies other drafts than were made"),
+        (draft_without_drafter, {}, "verifies 1 drafts, over 0"),
+    ],
+)
+def test_corrupted_draft_is_found(change, options, problem) -> None:
+    error = found(corrupting(change), **options)
+    assert error.step and error.request in {one.name for one in LOAD}
+    with pytest.raises(DeviceError, match=problem):
+        raise error
+
+
+def lose_accepted_token(engine: VirtualEngine) -> None:
+    """On its way to the scheduler."""
+    alter_accepted(engine, lambda tokens: tokens.pop())
+
+
+def repeat_accepted_token(engine: VirtualEngine) -> None:
+    alter_accepted(engine, lambda tokens: tokens.insert(1, tokens[0]))
+
+
+def alter_accepted(engine: VirtualEngine, alter: Callable[[list[int]], Any]) -> None:
+    """Change once what was sampled of a request with an accepted draft and a rejected one."""
+    worker = engine.core.model_executor.driver_worker.worker
+    sample, done = worker.runner.sample, []
+
+    def altered(grammar: Any) -> Any:
+        names, tokens, time = sample(grammar)
+        few = next((few for few in tokens if 1 < len(few) < 4), None)
+        if few is not None and not done:
+            done.append(alter(few))
+        return names, tokens, time
+
+    worker.runner.sample = altered
+
+
+def keep_rejected(engine: VirtualEngine) -> None:
+    """The scheduler takes the KV of rejected drafts for that of the tokens in their place."""
+    scheduler = engine.scheduler
+    update = scheduler.update_from_output
+
+    def update_and_keep(step: Any, output: Any) -> Any:
+        before = {name: one.num_computed_tokens for name, one in scheduler.requests.items()}
+        outputs = update(step, output)
+        for name in step.scheduled_spec_decode_tokens:
+            if (request := scheduler.requests.get(name)) in scheduler.running:
+                request.num_computed_tokens = before[name]
+        return outputs
+
+    scheduler.update_from_output = update_and_keep
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize(
+    ("break_it", "problem"),
+    [
+        (lose_accepted_token, "samples token .* again|and the scheduler counts"),
+        (repeat_accepted_token, "and the scheduler counts|other tokens|another answer"),
+        (keep_rejected, "reads tokens .* where the KV of other tokens|verifies drafts of token"),
+    ],
+)
+def test_broken_drafting_is_found(break_it, problem, asynchronous) -> None:
+    options = {"drafts": 3, "acceptance": 0.5, "blocks": 400, "asynchronous": asynchronous}
+    error = found(break_it, scheduler="fcfs", **options)
+    assert error.step and error.request in {one.name for one in LOAD}
+    with pytest.raises(DeviceError, match=problem):
+        raise error
 
 
 # Copies

@@ -84,6 +84,21 @@ def test_records_do_not_depend_on_the_seed_of_hashes() -> None:
     assert "".join(rows) == run_virtual(draw_load(load), swap_gib=1.0, **options).dump()
 
 
+@pytest.mark.parametrize("runner", [1, 2])
+@pytest.mark.parametrize("drafter", ["eagle", "ngram_gpu"])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_drafts_save_steps_and_change_no_answer(plain, asynchronous, drafter, runner) -> None:
+    options = SMALL | {"asynchronous": asynchronous, "runner": runner, "prefix_cache": True}
+    options |= {"drafter": drafter, "drafts": 3}
+    steps = []
+    for acceptance in (0.0, 0.5, 0.9):
+        run = run_virtual(LOAD, acceptance=acceptance, **options)
+        assert answers(run) == answers(plain)
+        assert run.engine.scheduler.use_v2_model_runner == (runner == 2)
+        steps.append(len(run.steps))
+    assert steps[0] > 1.2 * steps[1] > 1.3 * steps[2]
+
+
 def test_noise_changes_times_and_not_answers(plain) -> None:
     noisy = run_virtual(LOAD, scheduler="fcfs", noise=0.1)
     assert answers(noisy) == answers(plain)

@@ -47,6 +47,13 @@ class Answer:
             number += 1
         return token
 
+    def draft(self, place: int, acceptance: float) -> int:
+        """What a drafter guesses for this place: the token itself in that share of places."""
+        token = self.token(place)
+        if mix(self.seed ^ ~place & _MASK) < acceptance * 2**64:
+            return token
+        return token + 1 if token + 1 < self.vocabulary else token - 1
+
     def tokens(self, count: int) -> list[int]:
         """The first `count` tokens."""
         return [self.token(place) for place in range(count)]

@@ -34,7 +34,13 @@ _SLIDING: dict[str, Any] = {
         "full_attention" if layer % 4 == 3 else "sliding_attention" for layer in range(32)
     ],
 }
-SHAPES: dict[str, dict[str, Any]] = {"llama-3.1-8b": _LLAMA, "sliding-8b": _LLAMA | _SLIDING}
+# The drafter of an 8B model: one layer.
+_EAGLE: dict[str, Any] = {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": _LLAMA,
+    "sliding-8b": _LLAMA | _SLIDING,
+    "eagle-8b": _LLAMA | _EAGLE,
+}
 """Configurations, by name."""
 
 

@@ -32,6 +32,8 @@ class Limits:
     vocabulary: int
     end_token: int
     adapters: int = 0  # in a step
+    drafts: int = 0  # for a request, in a step
+    ahead: bool = False  # steps are scheduled before the last one's tokens are known
 
 
 @dataclass(eq=False)
@@ -46,6 +48,10 @@ class Running:
     adapter: int = 0
     images: list[tuple[int, int, str]] = field(default_factory=list)  # first, after last, hash
     structured: bool = False
+    drafts: list[int] = field(default_factory=list)  # guesses of the tokens after the last one
+    rejected: int = 0  # drafts, when it was last sampled
+    sampled: int = 0  # step in which it was
+    ahead: int = 0  # of these, those that the scheduler takes for accepted in this step
 
     @property
     def name(self) -> str:
@@ -57,7 +63,8 @@ class Pending:
     """A step that was submitted and not sampled yet."""
 
     order: list[str]
-    sampling: list[Running | None]  # those that sample a token
+    sampling: list[Running | None]  # those that sample tokens
+    drafts: dict[str, list[int]]  # that are verified
     time: StepTime
 
 
@@ -79,6 +86,7 @@ class Runner:
         clock: Clock,
         noise: float = 0.0,
         seed: int = 0,
+        acceptance: float = 0.0,
     ) -> None:
         self.profile, self.limits, self.clock = profile, limits, clock
         self.sanitizer = Sanitizer(groups, blocks)
@@ -88,6 +96,8 @@ class Runner:
         self.number = 0  # of the last step
         self.host_seconds = 0.0  # that pass before a step is submitted, on a virtual clock
         self.loads_failed = False  # tokens that followed a failed load are sampled again
+        self._acceptance = acceptance
+        self._drafted: list[Running] = []  # in the last step
         self._encoded: set[str] = set()
         self._pending: Pending | None = None
         self._noise, self._random = noise, random.Random(seed)
@@ -122,16 +132,19 @@ class Runner:
         cached = output.scheduled_cached_reqs
         starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         starts |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        given, drafts = output.scheduled_spec_decode_tokens, dict[str, list[int]]()
         batch = Batch()
         sampling = []
         for name, count in output.num_scheduled_tokens.items():
             if name not in starts or name not in self.requests:
                 raise DeviceError("runs, and was not sent to the device", name, self.number)
             request = self.requests[name]
-            sampling.append(self._compute(request, starts[name], starts[name] + count, batch))
+            start = starts[name] - request.ahead
+            drafts[name] = self._drafts(request, start + count, given.get(name, ()))
+            sampling.append(self._compute(request, start, start + count, batch, drafts[name]))
         seconds = self.profile.step(batch) * math.exp(self._random.gauss(0.0, self._noise))
         time = self.timeline.step(now, seconds, self.number, batch)
-        self._pending = Pending(list(output.num_scheduled_tokens), sampling, time)
+        self._pending = Pending(list(output.num_scheduled_tokens), sampling, drafts, time)
 
     def sample(self, grammar: GrammarOutput | None) -> tuple[list[str], list[list[int]], StepTime]:
         """The requests of the step that was submitted, the tokens of each, and its time."""
@@ -139,18 +152,18 @@ class Runner:
         if pending is None:
             raise DeviceError("no step was submitted")
         masks = self._masks(grammar, pending)
-        tokens: list[list[int]] = []
-        for request in pending.sampling:
-            if request is None or request.answer is None:
-                tokens.append([])
-                continue
-            place = len(request.tokens) - request.prompt
-            token = request.answer.token(place, masks.get(request.name))
-            request.tokens.append(token)
-            tokens.append([token])
-            pending.time.sampled += 1
+        tokens = [
+            [] if request is None else self._sample(request, pending, masks)
+            for request in pending.sampling
+        ]
+        pending.time.sampled = sum(map(len, tokens))
+        self._drafted = [one for one in pending.sampling if one is not None]
         self.finished_step(pending.time)
         return pending.order, tokens, pending.time
+
+    def take_drafts(self) -> tuple[list[str], list[list[int]]]:
+        """The requests of the last step, and what was drafted for each."""
+        return [one.name for one in self._drafted], [list(one.drafts) for one in self._drafted]
 
     # A request of a step
 
@@ -198,12 +211,65 @@ class Runner:
             request = self.requests.get(name)
             if request is None:
                 raise DeviceError("goes on, and was never begun", name, self.number)
-            self._agree(request, request.prompt + outputs, cached.all_token_ids.get(name))
+            count = request.prompt + outputs
+            request.ahead = self._ahead(request, count)
+            self._agree(request, count - request.ahead, cached.all_token_ids.get(name))
             if name in cached.resumed_req_ids:
                 self.sanitizer.drop(request.table)
                 request.table = self.sanitizer.table(name, request.chain, blocks or ())
             elif blocks is not None:
                 self.sanitizer.extend(request.table, blocks)
+
+    def _ahead(self, request: Running, count: int) -> int:
+        """Tokens that the scheduler counts and that do not exist. Asynchronously, it does not know
+        yet which drafts of the last step were rejected, and takes them all for accepted."""
+        ahead = count - len(request.tokens)
+        unknown = self.limits.ahead and request.sampled == self.number - 1
+        return ahead if unknown and ahead == request.rejected else 0
+
+    def _drafts(self, request: Running, end: int, given: Sequence[int]) -> list[int]:
+        """The drafts that a step verifies which ends before token `end`. `given`: by the scheduler,
+        -1 for those that only the device knows, or that a grammar forbids."""
+        if not given:
+            return []
+        known, count = len(request.tokens), len(given)
+        drafts = (request.drafts + [-1] * count)[:count]
+        if count > self.limits.drafts:
+            problem = f"verifies {count} drafts, over {self.limits.drafts}"
+        elif end - count != known:
+            problem = f"verifies drafts of token {end - count}, and {known} are known"
+        elif any(token not in (-1, draft) for token, draft in zip(given, drafts, strict=True)):
+            problem = f"verifies other drafts than were made for token {known}"
+        else:
+            return drafts
+        raise DeviceError(problem, request.name, self.number)
+
+    def _sample(
+        self, request: Running, pending: Pending, masks: dict[str, list[list[int]]]
+    ) -> list[int]:
+        """The drafts of a request that are right, and the token after them."""
+        answer, drafts = request.answer, pending.drafts[request.name]
+        known = len(request.tokens) - len(drafts)
+        request.chain.truncate(known)
+        if answer is None:
+            return []
+        allowed = masks.get(request.name)
+        tokens = []
+        for place in range(len(drafts) + 1):
+            token = answer.token(
+                known - request.prompt + place, None if allowed is None else allowed[place]
+            )
+            tokens.append(token)
+            if place < len(drafts) and drafts[place] != token:
+                break
+        request.sampled, request.rejected = self.number, len(drafts) + 1 - len(tokens)
+        request.tokens += tokens
+        self.sanitizer.forget(request.table, len(request.tokens) - 1)
+        first = len(request.tokens) - request.prompt
+        request.drafts = [
+            answer.draft(first + place, self._acceptance) for place in range(self.limits.drafts)
+        ]
+        return tokens
 
     def _agree(self, request: Running, count: int, tokens: list[int] | None) -> None:
         """Compare the tokens of a request with those that the scheduler has seen, all of them
@@ -217,14 +283,18 @@ class Runner:
                 problem = f"samples token {count} again, of {known}"
                 raise DeviceError(problem, request.name, self.number)
             request.chain.truncate(count)
+            request.drafts = []
         if tokens is not None and tokens != request.tokens[: len(tokens)]:
             problem = "has other tokens at the scheduler than were sampled"
             raise DeviceError(problem, request.name, self.number)
 
-    def _compute(self, request: Running, start: int, end: int, batch: Batch) -> Running | None:
-        """Compute tokens `start` to `end`; the request, if it then samples one."""
+    def _compute(
+        self, request: Running, start: int, end: int, batch: Batch, drafts: list[int]
+    ) -> Running | None:
+        """Compute tokens `start` to `end`, the last of which are drafts; the request, if it then
+        samples."""
         known = len(request.tokens)
-        if end > known:
+        if end - len(drafts) > known:
             problem = f"computes token {end - 1}, and only {known} are known"
             raise DeviceError(problem, request.name, self.number)
         if end > self.limits.length:
@@ -233,12 +303,14 @@ class Runner:
         for first, after, key in request.images:
             if first < end and start < after and key not in self._encoded:
                 raise DeviceError(f"uses image {key}, not encoded", request.name, self.number)
+        request.tokens += drafts  # until they are verified: their KV is written
         self.sanitizer.compute(request.table, start, end)
-        if end - start == 1:
+        if end - start - len(drafts) == 1:
             batch.add_decode(end)
+            batch.prefill_tokens += len(drafts)
         else:
             batch.add_prefill(start, end)
-        return request if end == known else None
+        return request if end == known + len(drafts) else None
 
     # Checks of the step
 
@@ -256,15 +328,13 @@ class Runner:
         for wrong, problem in problems:
             if wrong:
                 raise DeviceError(problem, next(iter(counts), None), self.number)
-        if output.scheduled_spec_decode_tokens:
-            raise DeviceError("the device does not draft", next(iter(counts)), self.number)
 
     def _encode(self, inputs: dict[str, list[int]]) -> None:
         for name, indices in inputs.items():
             self._encoded.update(self.requests[name].images[index][2] for index in indices)
 
-    def _masks(self, grammar: GrammarOutput | None, pending: Pending) -> dict[str, list[int]]:
-        """Tokens that the grammars allow, by request."""
+    def _masks(self, grammar: GrammarOutput | None, pending: Pending) -> dict[str, list[list[int]]]:
+        """Tokens that the grammars allow, by request: at the place of each draft, and after it."""
         structured = {one.name for one in pending.sampling if one is not None and one.structured}
         named = [] if grammar is None else grammar.structured_output_request_ids
         for name in named:
@@ -275,12 +345,19 @@ class Runner:
         if grammar is None:
             return {}
         bits = np.unpackbits(grammar.grammar_bitmask.view(np.uint8), axis=1, bitorder="little")
-        if len(bits) != len(named):
-            problem = f"{len(bits)} masks for {len(named)} requests"
+        counts = [1 + len(pending.drafts[name]) for name in named]
+        if len(bits) != sum(counts):
+            problem = f"{len(bits)} masks for {sum(counts)} tokens"
             raise DeviceError(problem, next(iter(named), None), self.number)
-        size = self.limits.vocabulary
+        # Behind the last draft that a grammar allows, masks allow everything.
+        right = getattr(grammar, "num_acceptable_drafts", None) or [0] * len(named)
+        for name, count in zip(named, right, strict=True):
+            drafts = pending.drafts[name]
+            drafts[count:] = [-1] * len(drafts[count:])
+        rows = iter(bits)
         return {
-            name: np.flatnonzero(row[:size]).tolist() for name, row in zip(named, bits, strict=True)
+            name: [np.flatnonzero(next(rows)[: self.limits.vocabulary]).tolist() for _ in range(n)]
+            for name, n in zip(named, counts, strict=True)
         }
 
 

@@ -166,6 +166,10 @@ class Sanitizer:
                 self._write(table, number, start, end)
         table.stale = False
 
+    def forget(self, table: Table, end: int) -> None:
+        """The tokens from `end` on were drafts, and are wrong."""
+        table.checked[:] = [min(checked, end) for checked in table.checked]
+
     def clear(self, blocks: Iterable[int]) -> None:
         """The step zeroes these blocks first."""
         for block in blocks:

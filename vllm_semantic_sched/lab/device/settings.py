@@ -26,6 +26,8 @@ class DeviceSettings(Section):
     """Standard deviation of the logarithm of step times."""
     seed: int = 0
     """Of the noise."""
+    acceptance: float = Field(0.7, ge=0, le=1)
+    """Share of drafted tokens that are the right ones, with speculative decoding."""
     trace: str | None = None
     """File for a JSON line per step."""
 

@@ -11,6 +11,8 @@ from typing import Any
 from unittest.mock import patch
 
 import yaml
+from vllm.config import VllmConfig
+from vllm.config import vllm as vllm_config_module
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.cpu import CpuPlatform
 from vllm.sampling_params import SamplingParams
@@ -32,8 +34,9 @@ from vllm_semantic_sched.lab.device.worker import EmulatedWorker
 from vllm_semantic_sched.policy.facts.files import read_config
 
 SCHEDULERS = ("semantic", "fcfs", "priority")
+_EAGLE = "eagle-8b"
 _POLL = 0.001  # seconds that vLLM's core sleeps when a step had nothing to compute
-_STALLED = 600.0  # virtual seconds without a step, and with requests
+_STALLED = 60.0  # virtual seconds without a step, and with requests
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,9 @@ class EngineConfig:
     the scheduler is told, if that differs. `swap_gib`: host memory of our swap connector, if any;
     `connector`: another `--kv-transfer-config`. `host_seconds`: of each step's work on the host,
     before it is submitted. `model`: folder for a model of this `shape` with a tokenizer; by default
-    it is a temporary one, without."""
+    it is a temporary one, without. `drafts`: tokens that a drafter guesses for each request in a
+    step, by the method `drafter` of `--speculative-config`; `acceptance`: share of these that is
+    right. `runner`: the model runner of vLLM, 1 or 2, in whose place the device stands."""
 
     scheduler: str = "semantic"
     policy: str | Path | dict[str, Any] = "ems"
@@ -64,6 +69,10 @@ class EngineConfig:
     noise: float = 0.0
     shape: str = "llama-3.1-8b"
     model: Path | None = None
+    drafts: int = 0
+    drafter: str = "eagle"
+    acceptance: float = 0.7
+    runner: int = 1
     options: dict[str, Any] = field(default_factory=dict)  # of vLLM's EngineArgs
 
 
@@ -131,6 +140,7 @@ class VirtualEngine:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             stack.enter_context(_virtual_clock(self.clock))
+            stack.enter_context(_model_runner(self.config.runner))
             self.core = _make_core(self.config, folder)
             stack.callback(_shut_down, self.core)
             self._stack = stack.pop_all()
@@ -268,6 +278,16 @@ def _virtual_clock(clock: VirtualClock) -> Iterator[None]:
         replace_clock(None)
 
 
+@contextmanager
+def _model_runner(version: int) -> Iterator[None]:
+    """Let vLLM take this version of its model runner; on a CPU it takes the first."""
+    with (
+        patch.object(VllmConfig, "use_v2_model_runner", version == 2),
+        patch.object(vllm_config_module, "HAS_TRITON", version == 2),
+    ):
+        yield
+
+
 def _make_core(config: EngineConfig, folder: Path) -> EngineCore:
     keep_scheduling_mode()
     model = config.model or folder / config.shape
@@ -282,7 +302,10 @@ def _make_core(config: EngineConfig, folder: Path) -> EngineCore:
         "async_scheduling": config.asynchronous,
     }
     device = {"profile": config.profile, "kv_gib": config.kv_gib, "noise": config.noise}
+    device |= {"acceptance": config.acceptance}
     additional: dict[str, Any] = {KEY: device}
+    if config.drafts:
+        given["speculative_config"] = _drafter(config, folder)
     if config.scheduler == "semantic":
         path = folder / "policy.yaml"
         path.write_text(yaml.safe_dump(_policy(config)))
@@ -307,6 +330,17 @@ def _make_core(config: EngineConfig, folder: Path) -> EngineCore:
     vllm_config = arguments.create_engine_config()
     with _quick_start():
         return EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=True)
+
+
+def _drafter(config: EngineConfig, folder: Path) -> dict[str, Any]:
+    given: dict[str, Any] = {
+        "method": config.drafter,
+        "num_speculative_tokens": config.drafts,
+    }
+    if config.drafter == "eagle":
+        make_shape(folder / _EAGLE, _EAGLE)
+        given["model"] = str(folder / _EAGLE)
+    return given
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
+    DraftTokenIds,
     KVConnectorOutput,
     ModelRunnerOutput,
 )
@@ -109,6 +110,7 @@ class EmulatedWorker(WorkerBase):
             *(self.profile, groups, config.num_blocks, self._limits(), self.clock),
             noise=settings.noise,
             seed=settings.seed,
+            acceptance=settings.acceptance,
         )
         if self._trace is not None:
             self.runner.finished_step = self._write
@@ -124,6 +126,8 @@ class EmulatedWorker(WorkerBase):
             self.model_config.get_vocab_size(),
             end[0] if isinstance(end, list) else 0 if end is None else end,
             self.lora_config.max_loras if self.lora_config else 0,
+            self.vllm_config.num_speculative_tokens,
+            bool(scheduler.async_scheduling),
         )
 
     def _connect(self, config: KVCacheConfig) -> None:
@@ -177,6 +181,11 @@ class EmulatedWorker(WorkerBase):
             kv_connector_output=self._moved,
         )
         return LaterOutput(output, time.end, self.clock)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        if not self.runner.limits.drafts:
+            return None
+        return DraftTokenIds(*self.runner.take_drafts())
 
     def shutdown(self) -> None:
         if self._trace is not None:
