@@ -13,6 +13,7 @@ from vllm.v1.core.sched.output import GrammarOutput
 
 from vllm_semantic_sched.lab.device import virtual
 from vllm_semantic_sched.lab.device.load import Lengths, LoadConfig, draw_load
+from vllm_semantic_sched.lab.device.remote import REMOTE_CONNECTOR, RemoteKV
 from vllm_semantic_sched.lab.device.sanitizer import Chain, DeviceError, Group, Sanitizer
 from vllm_semantic_sched.lab.device.virtual import EngineConfig, VirtualEngine
 
@@ -494,6 +495,87 @@ def test_whole_copies_are_not_complained_of(options, slow_copies) -> None:
         assert backend_of(engine)._runner.timeline.copies_end > 0
         free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         assert free == ENGINE["blocks"] - 1
+
+
+# Loads from elsewhere, and sendings
+
+
+def remote(**extra: float) -> dict[str, Any]:
+    """Options of an engine whose connector loads KV from elsewhere."""
+    connector = REMOTE_CONNECTOR | {"kv_connector_extra_config": {"found": 0.5} | extra}
+    return {"connector": connector | {"kv_load_failure_policy": "recompute"}, "blocks": 200}
+
+
+def remote_of(engine: VirtualEngine) -> RemoteKV:
+    """The connector on the worker's side."""
+    return engine.core.model_executor.driver_worker.worker.connector
+
+
+def load_remote_elsewhere(engine: VirtualEngine) -> None:
+    change_orders(engine, "_load", lambda blocks: blocks[::-1])
+
+
+def send_from_elsewhere(engine: VirtualEngine) -> None:
+    change_orders(engine, "_send", lambda blocks: blocks[::-1])
+
+
+def change_orders(engine: VirtualEngine, what: str, change: Callable[[list[int]], Any]) -> None:
+    connector = remote_of(engine)
+    execute = getattr(connector, what)
+    setattr(
+        connector,
+        what,
+        lambda order: execute(replace(order, blocks=tuple(map(change, order.blocks)))),
+    )
+
+
+def loaded_too_early(engine: VirtualEngine) -> None:
+    connector = remote_of(engine)
+    load = connector._load
+    connector._load = lambda order: min(load(order), 0.0)
+
+
+def failure_untold(engine: VirtualEngine) -> None:
+    remote_of(engine).get_block_ids_with_load_errors = set
+
+
+def freed_while_sent(engine: VirtualEngine) -> None:
+    """The scheduler frees the blocks of a request whose KV is being sent."""
+    connector = engine.scheduler.connector
+    finished = connector.request_finished_all_groups
+
+    def finished_and_free(*args: Any) -> Any:
+        finished(*args)
+        return False, None
+
+    connector.request_finished_all_groups = finished_and_free
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize(
+    ("break_it", "extra", "problem"),
+    [
+        (load_remote_elsewhere, {}, "reads tokens .* written"),
+        (loaded_too_early, {"seconds": 0.1}, "before a load for .* ended"),
+        (
+            failure_untold,
+            {"failing": 0.5},
+            "reads tokens .* written",
+        ),
+        (send_from_elsewhere, {"sent": 0.5}, "a sending of .* reads the KV of other tokens"),
+        (
+            freed_while_sent,
+            {"sent": 0.9, "seconds": 0.3},
+            "a sending of .* (reads the KV|is under)",
+        ),
+    ],
+)
+def test_broken_remote_copies_are_found(break_it, extra, problem, asynchronous) -> None:
+    options = remote(**extra) | {"asynchronous": asynchronous, "scheduler": "fcfs"}
+    error = found(break_it, **options)
+    assert error.step and error.block is not None
+    with pytest.raises(DeviceError, match=problem):
+        raise error
 
 
 # Grammars

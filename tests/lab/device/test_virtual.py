@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from vllm_semantic_sched.lab.device.load import SHORT, Lengths, LoadConfig, draw_load
+from vllm_semantic_sched.lab.device.remote import REMOTE_CONNECTOR
 from vllm_semantic_sched.lab.device.virtual import VirtualRun, run_virtual
 
 pytestmark = pytest.mark.engine
@@ -97,6 +98,23 @@ def test_drafts_save_steps_and_change_no_answer(plain, asynchronous, drafter, ru
         assert run.engine.scheduler.use_v2_model_runner == (runner == 2)
         steps.append(len(run.steps))
     assert steps[0] > 1.2 * steps[1] > 1.3 * steps[2]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("shape", ["llama-3.1-8b", "sliding-8b"])
+def test_kv_from_elsewhere_changes_no_answer(plain, asynchronous, shape) -> None:
+    """Loads and sendings beside the steps, some of them failing, some found late."""
+    extra = {"found": 0.5, "lookups": 3, "failing": 0.3, "sent": 0.5, "seconds": 0.02}
+    connector = REMOTE_CONNECTOR | {"kv_connector_extra_config": extra}
+    connector |= {"kv_load_failure_policy": "recompute"}
+    options = {"asynchronous": asynchronous, "connector": connector, "shape": shape}
+    run = run_virtual(LOAD, max_model_len=1024, blocks=1000, **options)
+    assert answers(run) == answers(plain)
+    computed = sum(step.batch.prefill_tokens for step in run.steps)
+    assert computed < sum(step.batch.prefill_tokens for step in plain.steps)
+    assert run.engine.runner.loads_failed and run.engine.runner.timeline.copies_end > 1.0
+    pool = run.engine.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
 
 def test_noise_changes_times_and_not_answers(plain) -> None:

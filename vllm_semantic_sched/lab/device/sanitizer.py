@@ -14,6 +14,10 @@ from dataclasses import dataclass, field
 NULL_BLOCK = 0  # vLLM's "no block": what lies before a sliding window
 
 
+Content = tuple[int, list[int | None]]
+"""A block's group, and for each slot the hash chain of the tokens up to it; None: nothing."""
+
+
 class DeviceError(RuntimeError):
     """The scheduler asked for what a GPU would silently get wrong.
 
@@ -115,9 +119,9 @@ class Sanitizer:
         self.step = 0
         self._begin = 0.0
         self._blocks: dict[int, _Block] = {}
-        self._host: dict[int, tuple[int, list[int | None]]] = {}
+        self._host: dict[int, Content] = {}
         self._written: dict[int, str] = {}  # in this step, by block
-        self._arriving: deque[tuple[Copy, int, tuple[int, list[int | None]]]] = deque()
+        self._arriving: deque[tuple[Copy, int, Content]] = deque()
 
     # Block tables
 
@@ -189,12 +193,7 @@ class Sanitizer:
         self, block: int, slot: int, begin: float, end: float, what: str, beside: bool
     ) -> None:
         """Copy a block to a slot of the host."""
-        found = self._block(block)
-        if found.loading is not None and found.loading.end > begin:
-            raise self._error(
-                f"{what} reads a block before {found.loading.what} has filled it", None, block
-            )
-        self._settle(begin)
+        found = self._source(block, begin, what)
         self._host[slot] = found.group, list(found.slots)
         if beside:
             found.saving = Copy(what, begin, end)
@@ -205,7 +204,13 @@ class Sanitizer:
         """Copy a slot of the host to a block."""
         if slot not in self._host:
             raise self._error(f"{what} reads slot {slot} of the host, which is empty", None, block)
-        found, content = self._block(block), self._host[slot]
+        self.fill(block, self._host[slot], begin, end, what, beside)
+
+    def fill(
+        self, block: int, content: Content, begin: float, end: float, what: str, beside: bool
+    ) -> None:
+        """Copy that content to a block, from wherever it is."""
+        found = self._block(block)
         if found.saving is not None and found.saving.end > begin:
             raise self._error(f"{what} overwrites what {found.saving.what} copies", None, block)
         if beside:
@@ -214,11 +219,32 @@ class Sanitizer:
         else:
             self._put(block, content, what)
 
+    def send(self, block: int, content: Content, begin: float, end: float, what: str) -> None:
+        """Copy a block away beside the steps, as somebody will use it for that content; None there:
+        of no use."""
+        found = self._source(block, begin, what)
+        wanted, group = content[1], content[0]
+        if found.group != group or any(
+            slot is not None and slot != has for slot, has in zip(wanted, found.slots, strict=True)
+        ):
+            raise self._error(f"{what} reads the KV of other tokens", None, block)
+        found.saving = Copy(what, begin, end)
+
     def owners(self, block: int) -> tuple[str, ...]:
         """The last three that wrote into a block."""
         return tuple(self._blocks[block].owners) if block in self._blocks else ()
 
     # Ours
+
+    def _source(self, block: int, begin: float, what: str) -> _Block:
+        """A block that a copy reads which begins then."""
+        found = self._block(block)
+        if found.loading is not None and found.loading.end > begin:
+            raise self._error(
+                f"{what} reads a block before {found.loading.what} has filled it", None, block
+            )
+        self._settle(begin)
+        return found
 
     def _settle(self, moment: float) -> None:
         """Put down what has arrived by then."""
@@ -232,7 +258,7 @@ class Sanitizer:
             block = self._blocks[number] = _Block([None] * self.groups[0].block_size)
         return block
 
-    def _put(self, number: int, content: tuple[int, list[int | None]], owner: str) -> None:
+    def _put(self, number: int, content: Content, owner: str) -> None:
         block = self._block(number)
         block.group, block.slots = content[0], list(content[1])
         block.owners.append(owner)

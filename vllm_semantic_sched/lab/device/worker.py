@@ -26,6 +26,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from vllm_semantic_sched.engine.kv.connector import SemanticSwapConnector
 from vllm_semantic_sched.lab.device.clocks import Clock, StepTime, WallClock
 from vllm_semantic_sched.lab.device.copies import EmulatedCopies
+from vllm_semantic_sched.lab.device.remote import RemoteKV
 from vllm_semantic_sched.lab.device.runner import Limits, Runner
 from vllm_semantic_sched.lab.device.sanitizer import Group
 from vllm_semantic_sched.lab.device.settings import device_settings
@@ -137,6 +138,8 @@ class EmulatedWorker(WorkerBase):
         for one in getattr(self.connector, "sub_connectors", [self.connector]):
             if isinstance(one, SemanticSwapConnector) and one.slots:
                 one.backend = EmulatedCopies(self.runner)
+            elif isinstance(one, RemoteKV):
+                one.runner = self.runner
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         return CompilationTimes(0.0, 0.0)
