@@ -62,7 +62,7 @@ def test_settings_name_unknown_keys() -> None:
 def test_shape_is_written_once(shape, tmp_path) -> None:
     assert make_shape(tmp_path, shape)
     assert not make_shape(tmp_path, shape)
-    assert json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"] == 32
+    assert json.loads((tmp_path / "config.json").read_text()) == SHAPES[shape]
     assert not list(tmp_path.glob("*.safetensors"))
 
 

@@ -665,6 +665,73 @@ def test_blocks_before_the_window_are_not_read() -> None:
         device.compute(lost, 12, 13)
 
 
+def states(exported: tuple[int, int] | None = None) -> tuple[Sanitizer, Any]:
+    """A group of Mamba states; each step also leaves the state that is `exported`."""
+    device = Sanitizer(
+        [Group(4, state=True, exported=lambda start, end: (start == 0 and exported) or None)], 10
+    )
+    return device, device.table("a", Chain(list(range(40))), [[1, 2, 3, 4]])
+
+
+def test_state_moves_to_the_block_of_the_last_token() -> None:
+    device, table = states()
+    device.begin_step(1, 0.0)
+    device.compute(table, 0, 4)
+    device.compute(device.table("hit", table.chain, [[1, 5]]), 4, 7)
+    device.compute(table, 4, 5)
+    device.compute(table, 5, 10)
+    with pytest.raises(DeviceError, match=r"after 9 tokens where another state was written .*a in"):
+        device.compute(device.table("b", table.chain, [[0, 0, 3]]), 9, 10)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "problem"),
+    [
+        ([1, 6], "reads the state after 3 tokens where another state was written"),
+        ([7, 6], "reads the state after 3 tokens where nothing was written"),
+        ([0, 6], "has no state after 3 tokens"),
+    ],
+)
+def test_state_of_another_place_is_found(blocks, problem) -> None:
+    device, table = states()
+    device.begin_step(1, 0.0)
+    device.compute(table, 0, 4)
+    with pytest.raises(DeviceError, match=problem):
+        device.compute(device.table("b", table.chain, [blocks]), 3, 5)
+
+
+def test_state_of_another_request_is_found() -> None:
+    device, table = states()
+    device.begin_step(1, 0.0)
+    device.compute(table, 0, 4)
+    device.begin_step(2, 1.0)
+    device.compute(device.table("b", Chain([7] * 9), [[1, 5]]), 0, 4)
+    device.begin_step(3, 2.0)
+    with pytest.raises(DeviceError, match=r"another state .*by a in step 1, b in step 2"):
+        device.compute(table, 4, 5)
+
+
+def test_state_without_a_block_is_found() -> None:
+    device, table = states()
+    with pytest.raises(DeviceError, match="has no block for the state after 3 tokens"):
+        device.compute(device.table("b", table.chain, [[0]]), 0, 3)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_state_is_exported_to_a_block(place) -> None:
+    """And to nowhere where the table has none."""
+    device, table = states(exported=(6, place))
+    device.begin_step(1, 0.0)
+    device.compute(device.table("a", table.chain, [[0, 2, 3]]), 0, 9)
+    later = device.table("b", table.chain, [[0, 2, 7]])
+    device.begin_step(2, 1.0)
+    if place:
+        device.compute(later, 6, 9)
+    else:
+        with pytest.raises(DeviceError, match="after 6 tokens where nothing was written"):
+            device.compute(later, 6, 9)
+
+
 def test_block_cleared_in_use() -> None:
     device, table = sanitizer()
     device.begin_step(1, 0.0)

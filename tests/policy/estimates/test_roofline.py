@@ -59,7 +59,28 @@ DEEPSEEK = {
     "torch_dtype": "bfloat16",
     "quantization_config": {"quant_method": "fp8"},
 }
-MODELS = {"llama": LLAMA, "mixtral": MIXTRAL, "qwen-moe": QWEN_MOE, "deepseek": DEEPSEEK}
+GRANITE_HYBRID = {
+    "hidden_size": 1536,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "intermediate_size": 512,
+    "shared_intermediate_size": 1024,
+    "num_local_experts": 64,
+    "num_experts_per_tok": 6,
+    "layer_types": ["attention" if layer % 10 == 5 else "mamba" for layer in range(40)],
+    "mamba_n_heads": 48,
+    "mamba_d_state": 128,
+    "vocab_size": 100352,
+    "dtype": "bfloat16",
+}
+MODELS = {
+    "llama": LLAMA,
+    "mixtral": MIXTRAL,
+    "qwen-moe": QWEN_MOE,
+    "deepseek": DEEPSEEK,
+    "granite-hybrid": GRANITE_HYBRID,
+}
 
 
 def shape(config: dict, **options) -> ModelShape:
@@ -78,6 +99,7 @@ def derived(config: dict, device: str = "h100", devices: int = 1) -> EngineProfi
         ("mixtral", 46.7 - 0.13, 12.9 - 0.13, 2 * 32 * 8 * 128),
         ("qwen-moe", 30.5 - 0.31, 3.3 - 0.31, 2 * 48 * 4 * 128),
         ("deepseek", 671 - 0.93, 37 - 0.93, 61 * 576),
+        ("granite-hybrid", 6.94, 1.47, 2 * 4 * 4 * 128),  # tied embeddings; states are no KV
     ],
 )
 def test_parameters_are_those_of_the_model_cards(name, total, active, kv) -> None:

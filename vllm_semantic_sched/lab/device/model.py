@@ -36,18 +36,87 @@ _SLIDING: dict[str, Any] = {
 }
 # The drafter of an 8B model: one layer.
 _EAGLE: dict[str, Any] = {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
+# One compressed vector per token and layer (MLA), and 64 experts.
+_DEEPSEEK_V2_LITE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_QWEN3_30B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+# Nine layers of ten keep a state instead of KV (Mamba 2), and 64 experts.
+_GRANITE_TINY: dict[str, Any] = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "hidden_size": 1536,
+    "intermediate_size": 512,
+    "shared_intermediate_size": 1024,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "layer_types": ["attention" if layer % 10 == 5 else "mamba" for layer in range(40)],
+    "mamba_n_heads": 48,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 128,
+    "mamba_d_head": 64,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "num_local_experts": 64,
+    "num_experts_per_tok": 6,
+}
+_EMBEDDING: dict[str, Any] = {
+    "architectures": ["MistralModel"],
+    "model_type": "mistral",
+    "max_position_embeddings": 32_768,
+    "sliding_window": None,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _LLAMA,
     "sliding-8b": _LLAMA | _SLIDING,
-    "eagle-8b": _LLAMA | _EAGLE,
+    "deepseek-v2-lite": _LLAMA | _DEEPSEEK_V2_LITE,
+    "qwen3-30b-a3b": _LLAMA | _QWEN3_30B,
+    "granite-4.0-h-tiny": _LLAMA | _GRANITE_TINY,
+    "e5-mistral-7b": _LLAMA | _EMBEDDING,
 }
-"""Configurations, by name."""
+"""Configurations, by name; all with the vocabulary of the tokenizer that is at hand."""
+DRAFTERS: dict[str, dict[str, Any]] = {"eagle-8b": _LLAMA | _EAGLE}
+"""Models that draft tokens for others."""
 
 
 def make_shape(folder: Path, shape: str = "llama-3.1-8b", tokenizer: bool = False) -> bool:
     """Write a model without weights into `folder`; False if it was there already. KeyError: no such
     shape."""
-    config = SHAPES[shape]
+    config = (SHAPES | DRAFTERS)[shape]
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -5,10 +5,14 @@ an error here.
 The content of a slot is the hash chain of all tokens up to its own, with the LoRA adapter and the
 images that went into them. A table remembers how far it was checked; a write by another request
 makes it be checked again, so that a decoding step costs O(1) for each request.
+
+A block of a Mamba layer has one slot: the state after a token, which is the hash of the chain
+there. A step reads the state where the last one left it, in the block of the last computed token,
+and leaves its own in the block of its last token, which may be another.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 NULL_BLOCK = 0  # vLLM's "no block": what lies before a sliding window
@@ -46,12 +50,15 @@ class DeviceError(RuntimeError):
 
 @dataclass(frozen=True)
 class Group:
-    """A group of layers that share a block table. `window`: tokens that they see, if not all;
-    `checked`: the content of its blocks is that of single tokens (not a Mamba state)."""
+    """A group of layers that share a block table. `window`: tokens that they see, if not all.
+    `state`: a block holds the state after one token instead of the KV of each (Mamba). `exported`:
+    whether a step that computes tokens from one place to another also leaves the state of a place
+    between them, as that place and the number of the block in the table."""
 
     block_size: int
     window: int | None = None
-    checked: bool = True
+    state: bool = False
+    exported: Callable[[int, int], tuple[int, int] | None] = lambda start, end: None
 
 
 class Chain:
@@ -164,10 +171,12 @@ class Sanitizer:
     def compute(self, table: Table, start: int, end: int) -> None:
         """A request reads the KV of its tokens before `start` and writes those up to `end`."""
         for number, group in enumerate(self.groups):
-            if group.checked:
-                self._room(table, number, end)
-                self._read(table, number, start)
-                self._write(table, number, start, end)
+            self._room(table, number, end)
+            if group.state:
+                self._advance(table, number, start, end)
+                continue
+            self._read(table, number, start)
+            self._write(table, number, start, end)
         table.stale = False
 
     def forget(self, table: Table, end: int) -> None:
@@ -296,29 +305,61 @@ class Sanitizer:
 
     def _write(self, table: Table, group: int, start: int, end: int) -> None:
         size, hashes = self.groups[group].block_size, table.chain.upto(end)
-        owner = f"{table.request} in step {self.step}"
         for place in range(start // size, -(-end // size)):
             number, at = table.blocks[group][place], place * size
             if number == NULL_BLOCK:
                 raise self._error(f"has no block for token {max(start, at)}", table.request)
-            block = self._block(number)
-            self._arrived(block, number, table.request)
-            self._free_of_copies(block, number, "writes", table.request)
-            other = self._written.setdefault(number, table.request)
-            if other != table.request:
-                raise self._error(
-                    f"writes a block that {other} writes in the same step", table.request, number
-                )
-            if block.group != group or len(block.slots) != size:
-                block.group, block.slots = group, [None] * size
+            block = self._open(table, group, number, size)
             low, high = max(start, at), min(end, at + size)
             block.slots[low - at : high - at] = hashes[low:high]
-            if not block.owners or block.owners[-1].split(" in step ")[0] != table.request:
-                block.owners.append(owner)
-            if len(block.readers) > 1:
-                for reader in block.readers - {table}:
-                    reader.stale = True
         table.checked[group] = end
+
+    def _advance(self, table: Table, group: int, start: int, end: int) -> None:
+        """From the state after `start` tokens to that after `end`."""
+        if start:
+            self._read_state(table, group, start)
+        exported = self.groups[group].exported(start, end)
+        if exported is not None and table.blocks[group][exported[1]] != NULL_BLOCK:
+            self._write_state(table, group, *exported)  # to nowhere if it has no block
+        self._write_state(table, group, end, (end - 1) // self.groups[group].block_size)
+
+    def _read_state(self, table: Table, group: int, after: int) -> None:
+        number = table.blocks[group][(after - 1) // self.groups[group].block_size]
+        if number == NULL_BLOCK:
+            raise self._error(f"has no state after {after} tokens", table.request)
+        block = self._block(number)
+        self._arrived(block, number, table.request)
+        if block.group != group or block.slots != [table.chain.upto(after)[after - 1]]:
+            what = "nothing was" if None in block.slots else "another state was"
+            raise self._error(
+                f"reads the state after {after} tokens where {what} written", table.request, number
+            )
+
+    def _write_state(self, table: Table, group: int, after: int, place: int) -> None:
+        number = table.blocks[group][place]
+        if number == NULL_BLOCK:
+            raise self._error(f"has no block for the state after {after} tokens", table.request)
+        block = self._open(table, group, number, 1)
+        block.slots[0] = table.chain.upto(after)[after - 1]
+
+    def _open(self, table: Table, group: int, number: int, size: int) -> _Block:
+        """A block that a request writes in this step."""
+        block = self._block(number)
+        self._arrived(block, number, table.request)
+        self._free_of_copies(block, number, "writes", table.request)
+        other = self._written.setdefault(number, table.request)
+        if other != table.request:
+            raise self._error(
+                f"writes a block that {other} writes in the same step", table.request, number
+            )
+        if block.group != group or len(block.slots) != size:
+            block.group, block.slots = group, [None] * size
+        if not block.owners or block.owners[-1].split(" in step ")[0] != table.request:
+            block.owners.append(f"{table.request} in step {self.step}")
+        if len(block.readers) > 1:
+            for reader in block.readers - {table}:
+                reader.stale = True
+        return block
 
     def _arrived(self, block: _Block, number: int, request: str) -> None:
         if block.loading is not None:

@@ -57,7 +57,7 @@ class EngineConfig:
     asynchronous: bool = True
     profile: str = "default"
     given_profile: str | None = None
-    kv_gib: float = 58.0
+    kv_gib: float | None = 58.0  # None: what the weights leave
     blocks: int | None = None
     block_size: int = 16
     budget: int = 2048

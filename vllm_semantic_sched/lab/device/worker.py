@@ -7,13 +7,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
@@ -26,6 +20,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from vllm_semantic_sched.engine.kv.connector import SemanticSwapConnector
 from vllm_semantic_sched.lab.device.clocks import Clock, StepTime, WallClock
 from vllm_semantic_sched.lab.device.copies import EmulatedCopies
+from vllm_semantic_sched.lab.device.layers import align_blocks, exported_states, kv_cache_spec
 from vllm_semantic_sched.lab.device.remote import RemoteKV
 from vllm_semantic_sched.lab.device.runner import Limits, Runner
 from vllm_semantic_sched.lab.device.sanitizer import Group
@@ -64,27 +59,11 @@ class EmulatedWorker(WorkerBase):
             self._trace = open(self.settings.trace, "w", encoding="utf-8")  # noqa: SIM115
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        pass
+        align_blocks(self.vllm_config)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """One entry for each layer of the model's configuration."""
-        config, parallel = self.model_config, self.parallel_config
-        text = config.hf_text_config
-        shape = {
-            "block_size": self.cache_config.block_size,
-            "num_kv_heads": config.get_num_kv_heads(parallel),
-            "head_size": config.get_head_size(),
-            "dtype": torch.bfloat16,
-        }
-        kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-        return {
-            f"model.layers.{index}.self_attn": SlidingWindowSpec(
-                **shape, sliding_window=text.sliding_window
-            )
-            if kind == "sliding_attention"
-            else FullAttentionSpec(**shape)
-            for index, kind in enumerate(kinds)
-        }
+        return kv_cache_spec(self.vllm_config)
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         return ["NHD", "HND"]
@@ -102,7 +81,8 @@ class EmulatedWorker(WorkerBase):
             Group(
                 group.kv_cache_spec.block_size,
                 getattr(group.kv_cache_spec, "sliding_window", None),
-                isinstance(group.kv_cache_spec, AttentionSpec),
+                isinstance(group.kv_cache_spec, MambaSpec),
+                exported_states(group.kv_cache_spec, config),
             )
             for group in config.kv_cache_groups
         ]

@@ -59,7 +59,10 @@ class ModelShape:
         expert = row * _number(config, "moe_intermediate_size", default=inner)
         shared = expert * _number(config, "n_shared_experts", default=0)
         shared += row * _number(config, "shared_expert_intermediate_size", default=0)
-        kinds = config.get("layer_types") or ()
+        shared += row * _number(config, "shared_intermediate_size", default=0)
+        kinds = _layer_types(config, layers)
+        states = kinds.count("linear_attention")
+        mixers = (layers - states) * attention + states * _mamba(config, width)
         active = _number(config, "num_experts_per_tok", "num_experts_per_token", default=1)
         stated = dtype or config.get("dtype") or config.get("torch_dtype") or whole.get("dtype")
         plain = _BYTES.get(str(stated).removeprefix("torch."), 2.0)
@@ -70,15 +73,15 @@ class ModelShape:
             width=width,
             inner=inner,
             layers=layers,
-            full_layers=kinds.count("full_attention") if len(kinds) == layers else layers,
+            full_layers=kinds.count("full_attention"),
             heads=heads,
             head_dim=head_dim,
-            parameters=layers * attention + dense * row * inner + (layers - dense) * shared,
+            parameters=mixers + dense * row * inner + (layers - dense) * shared,
             head_parameters=width * _number(config, "vocab_size"),
             expert_parameters=expert * (layers - dense),
             experts=experts,
             active_experts=active if experts else 0,
-            kv_numbers=layers * kv_numbers,
+            kv_numbers=(layers - states) * kv_numbers,
             weight_bytes=bits / 8 if bits else plain,
             kv_bytes=1.0 if "8" in kv_cache_dtype else plain,
             eight_bits=eight_bits,
@@ -114,6 +117,25 @@ def _number(config: Mapping[str, Any], *names: str, default: int | None = None) 
     if number is None:
         raise ValueError(f"the model's configuration lacks {names[0]}")
     return int(number)
+
+
+def _layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
+    """The kind of each layer, in the words of today's `transformers`."""
+    given = config.get("layer_types") or config.get("layers_block_type") or ()
+    today = {"attention": "full_attention", "mamba": "linear_attention"}
+    if len(given) != layers:
+        return ["full_attention"] * layers
+    return [today.get(kind, kind) for kind in given]
+
+
+def _mamba(config: Mapping[str, Any], width: int) -> int:
+    """Parameters of a Mamba 2 layer: its two projections. Another layer with a state is taken for
+    one."""
+    inner = _number(config, "mamba_expand", default=2) * width
+    heads = _number(config, "mamba_n_heads", default=inner // 64)
+    groups = _number(config, "mamba_n_groups", default=1)
+    state = _number(config, "mamba_d_state", default=128)
+    return width * (2 * inner + 2 * groups * state + heads) + inner * width
 
 
 def _latent_attention(
