@@ -6,6 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from vllm_semantic_sched.lab.bench import workload
+from vllm_semantic_sched.lab.bench.prompts import Size, draw_sizes
 from vllm_semantic_sched.lab.bench.workload import (
     MIXES,
     WorkloadConfig,
@@ -16,6 +18,7 @@ from vllm_semantic_sched.lab.bench.workload import (
     tables,
     write_message,
 )
+from vllm_semantic_sched.predict.window import user_turns
 from vllm_semantic_sched.sim.datasets import TextLength
 
 BUILTIN, _ = question_source(None)
@@ -110,6 +113,29 @@ def test_message_stands_alone_before_a_question_or_between_two():
 
 def _question(rng):
     return TextLength("Why?", 20)
+
+
+def test_chats_end_with_the_text_and_have_the_lengths_that_were_drawn():
+    config = replace(CONFIG, prompts="chat", max_output_tokens=1500)
+    requests = make_workload(config, BUILTIN).requests
+    sizes = draw_sizes("chat", config.requests, config.seed)
+    assert [request.output_tokens for request in requests] == [size.answer for size in sizes]
+    assert [r.text for r in requests] == [r.text for r in make_workload(CONFIG, BUILTIN).requests]
+    for request, size in zip(requests, sizes, strict=True):
+        assert user_turns(request.prompt)[0].strip() == request.text
+        assert len(request.prompt) == pytest.approx(2.2 * size.prompt, rel=0.25, abs=250)
+    assert len({request.history for request in requests}) > 150
+
+
+def test_prompts_of_a_trace_begin_with_the_same_text_and_keep_its_distances(monkeypatch):
+    sizes = [Size(1200, 9, 0.0, (5, 6)), Size(1300, 9, 0.5, (5, 7)), Size(60, 9, 2.0, (5,))]
+    monkeypatch.setattr(workload, "draw_sizes", lambda *given: sizes)
+    config = replace(CONFIG, requests=3, prompts="some.jsonl", gap=3.0, max_burst=4)
+    first, second, short = make_workload(config, BUILTIN).requests
+    pairs = zip(first.prompt, second.prompt, strict=False)
+    shared = next(place for place, (one, other) in enumerate(pairs) if one != other)
+    assert 900 < shared < 1500 and short.history == ""
+    assert [one.arrival for one in (first, second, short)] == [0.0, 0.75, 3.0]
 
 
 def test_custom_mix_is_parsed_and_invalid_mix_raises():

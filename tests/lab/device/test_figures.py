@@ -4,9 +4,10 @@ import math
 
 import pytest
 
+from vllm_semantic_sched.lab.bench.prompts import Lengths
 from vllm_semantic_sched.lab.device.clocks import StepTime, Timeline
 from vllm_semantic_sched.lab.device.figures import HoldCosts, device_figures, level_figures
-from vllm_semantic_sched.lab.device.load import Lengths, LoadConfig, draw_load, faster
+from vllm_semantic_sched.lab.device.load import LoadConfig, draw_load, faster
 from vllm_semantic_sched.lab.device.virtual import EngineConfig, Record, VirtualEngine
 from vllm_semantic_sched.policy.facts.files import read_config
 from vllm_semantic_sched.policy.profile.formula import Batch

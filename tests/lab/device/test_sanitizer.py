@@ -11,8 +11,9 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.sched.output import GrammarOutput
 
+from vllm_semantic_sched.lab.bench.prompts import Lengths
 from vllm_semantic_sched.lab.device import virtual
-from vllm_semantic_sched.lab.device.load import Lengths, LoadConfig, draw_load
+from vllm_semantic_sched.lab.device.load import LoadConfig, draw_load
 from vllm_semantic_sched.lab.device.remote import REMOTE_CONNECTOR, RemoteKV
 from vllm_semantic_sched.lab.device.sanitizer import Chain, DeviceError, Group, Sanitizer
 from vllm_semantic_sched.lab.device.virtual import EngineConfig, VirtualEngine

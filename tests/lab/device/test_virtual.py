@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_semantic_sched.lab.device.load import SHORT, Lengths, LoadConfig, draw_load
+from vllm_semantic_sched.lab.bench.prompts import SHORT, Lengths
+from vllm_semantic_sched.lab.device.load import LoadConfig, draw_load
 from vllm_semantic_sched.lab.device.remote import REMOTE_CONNECTOR
 from vllm_semantic_sched.lab.device.virtual import VirtualRun, run_virtual
 

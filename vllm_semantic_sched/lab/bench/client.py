@@ -147,11 +147,11 @@ class LoadClient:
         }
         told = body.get("vllm_xargs", {})
         if self.natural:
-            body |= {"messages": [{"role": "user", "content": request.text}], "vllm_xargs": told}
+            body |= {"messages": [{"role": "user", "content": request.prompt}], "vllm_xargs": told}
             margins = {"logprobs": True, "top_logprobs": _TOP_LOGPROBS}
         else:
             answer = {ANSWER_FIELD: [request.output_tokens, self.eos_token]}
-            body |= {"prompt": request.text, "vllm_xargs": answer | told}
+            body |= {"prompt": request.prompt, "vllm_xargs": answer | told}
             margins = {"logprobs": _TOP_LOGPROBS}
         if self.record_margins:
             body |= margins | {"return_tokens_as_token_ids": True}
@@ -226,7 +226,7 @@ class LoadClient:
 
     def _new_record(self, request: BenchRequest) -> Record:
         wanted = 0 if self.natural else request.output_tokens
-        text_hash = hashlib.sha256(request.text.encode()).hexdigest()[:12]
+        text_hash = hashlib.sha256(request.prompt.encode()).hexdigest()[:12]
         known = (request.index, request.level, text_hash, wanted)
         return Record(*known, request.arrival, request.tenant)
 

@@ -4,7 +4,9 @@ A burst of randint(0, `max_burst`) requests arrives every `gap` seconds, all at 
 there are enough (paper, section 5.1). All are drawn before the first is sent, so that every
 scheduler gets the same texts, lengths and arrival times. A text has a message of a known urgency
 and a question with the length of its own answer, without which every length predictor would be
-useless: real pairs from the data folder or built-in questions with a range of lengths each.
+useless: real pairs from the data folder or built-in questions with a range of lengths each. With
+`WorkloadConfig.prompts` the text is the newest turn of a chat, and the lengths of prompts and
+answers are drawn, or those of a trace.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from vllm_semantic_sched.lab.bench.prompts import BLOCK_TOKENS, Size, draw_sizes, is_trace
 from vllm_semantic_sched.sim.datasets import (
     TextLength,
     data_root,
@@ -50,6 +53,10 @@ MAX_PROMPT_TOKENS = 400
 CONTEXT_TOKENS = 1100
 """Upper bound of a long context."""
 
+_SHORTEST_TURN, _LONGEST_TURN = 80, 800  # tokens of a question with its answer
+# Of the tokenizer of `bench.tiny_model`: a line of a context, what a turn has besides, English.
+_LINE_TOKENS, _TURN_TOKENS, _CHARACTERS_PER_TOKEN = 18.5, 20, 4
+
 QuestionSource = Callable[["np.random.Generator"], TextLength]
 """Draws a question with the length of its answer."""
 
@@ -59,7 +66,8 @@ class WorkloadConfig:
     """What to draw, in seconds and tokens. `long_prompts`: share of the requests of levels 1 to 4
     with about 1,000 tokens of context before the question. `natural`: the model ends its answers
     itself. `place` of the message: `alone`, `before` a question, or `inside`, between two.
-    `tenants`: weights of those that send requests, if any."""
+    `tenants`: weights of those that send requests, if any. `prompts`: a name of
+    `bench.prompts.PROMPTS`, or a trace; empty: as long as the message and the question are."""
 
     requests: int = 600
     mix: str = "even"
@@ -72,12 +80,14 @@ class WorkloadConfig:
     natural: bool = False
     place: str = "before"
     tenants: tuple[float, ...] = ()
+    prompts: str = ""
 
 
 @dataclass(frozen=True)
 class BenchRequest:
     """What is sent, when (`arrival`, seconds after the start), and the true urgency (`level`) and
-    output length, which the server learns only if a scheduler is told on purpose."""
+    output length, which the server learns only if a scheduler is told on purpose. `history`: what
+    was said before `text`."""
 
     index: int
     arrival: float
@@ -85,6 +95,11 @@ class BenchRequest:
     text: str
     output_tokens: int
     tenant: str = ""
+    history: str = ""
+
+    @property
+    def prompt(self) -> str:
+        return self.history + self.text
 
 
 @dataclass(frozen=True)
@@ -151,9 +166,15 @@ def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) 
     if source is None:
         source, description = question_source(data_root())
     levels = draw_levels(parse_mix(config.mix), LEVELS, config.requests, rng).tolist()
-    arrivals = _draw_arrivals(config, rng)
+    sizes = None
+    if config.prompts:
+        sizes = draw_sizes(config.prompts, config.requests, config.seed)
+        description = (
+            "those of the trace" if is_trace(config.prompts) else "drawn, 250 in the median"
+        )
+    arrivals = _draw_arrivals(config, rng, sizes)
     # Generators of their own: the same requests with and without long contexts and tenants.
-    context_rng, tenant_rng = (np.random.default_rng([config.seed, n]) for n in (1, 2))
+    context_rng, tenant_rng, past = (np.random.default_rng([config.seed, n]) for n in (1, 2, 3))
     tenants = [""] * config.requests
     if config.tenants:
         drawn = tenant_rng.choice(len(config.tenants), config.requests, p=config.tenants)
@@ -170,12 +191,20 @@ def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) 
             parts.insert(-1, write_context(context_rng))
         shortest = max(config.min_output_tokens, question.output_tokens)
         length = min(config.max_output_tokens, shortest)
-        text = " ".join(parts)
-        requests.append(BenchRequest(index, arrival, level, text, length, tenants[index]))
+        text, history = " ".join(parts), ""
+        if sizes is not None:
+            length = max(1, min(config.max_output_tokens, sizes[index].answer))
+            history = write_history(sizes[index], len(text) // _CHARACTERS_PER_TOKEN, past)
+        requests.append(BenchRequest(index, arrival, level, text, length, tenants[index], history))
     return Workload(config, tuple(requests), description)
 
 
-def _draw_arrivals(config: WorkloadConfig, rng: np.random.Generator) -> list[float]:
+def _draw_arrivals(
+    config: WorkloadConfig, rng: np.random.Generator, sizes: Sequence[Size] | None
+) -> list[float]:
+    if sizes is not None and is_trace(config.prompts):
+        distance = 2 * config.gap / config.max_burst  # of two arrivals, in the mean
+        return [size.arrival * distance for size in sizes]
     arrivals: list[float] = []
     burst = 0
     while len(arrivals) < config.requests:
@@ -211,15 +240,39 @@ def write_message(level: int, rng: np.random.Generator) -> str:
     return str(opening + text)
 
 
-def write_context(rng: np.random.Generator) -> str:
-    """Write about 1,000 tokens of a neutral call log, different every time. It says nothing about
-    urgency or the length of the answer, and shares no prefix with another."""
-    lines = (
+def write_context(rng: np.random.Generator, lines: int = 53) -> str:
+    """Write a neutral call log, by default about 1,000 tokens, different every time. It says
+    nothing about urgency or the length of the answer, and shares no prefix with another."""
+    written = (
         f"Line {int(rng.integers(10, 100))}: call {int(rng.integers(1000, 10000))} forwarded "
         f"to desk {int(rng.integers(1, 30))}."
-        for _ in range(53)
+        for _ in range(lines)
     )
-    return "Call log of today. " + " ".join(lines) + " End of the log."
+    return "Call log of today. " + " ".join(written) + " End of the log."
+
+
+def write_history(size: Size, newest: int, rng: np.random.Generator) -> str:
+    """Write what came before the newest turn of a chat, itself of about `newest` tokens, so that
+    the prompt has its size. Nothing in it is urgent. Prompts with the same first blocks begin with
+    the same text."""
+    import numpy as np
+
+    turns, written = [], newest
+    for block in size.blocks[: size.prompt // BLOCK_TOKENS]:
+        turns.append(_write_turn(BLOCK_TOKENS, np.random.default_rng(block)))
+        written += BLOCK_TOKENS
+    while (left := size.prompt - written) >= _SHORTEST_TURN:
+        tokens = min(left, int(rng.integers(_SHORTEST_TURN, _LONGEST_TURN)))
+        turns.append(_write_turn(tokens, rng))
+        written += tokens
+    return "".join([*turns, "user: "]) if turns else ""
+
+
+def _write_turn(tokens: int, rng: np.random.Generator) -> str:
+    """An everyday question, and an answer."""
+    question = write_message(LEVELS - 1, rng)
+    lines = (tokens - len(question) // _CHARACTERS_PER_TOKEN - _TURN_TOKENS) / _LINE_TOKENS
+    return f"user: {question}\nassistant: {write_context(rng, max(0, round(lines)))}\n"
 
 
 def question_source(root: Path | None) -> tuple[QuestionSource, str]:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_semantic_sched.engine.startup.settings import SWAP_CONNECTOR
-from vllm_semantic_sched.lab.device.load import Lengths, LoadConfig, LoadRequest, draw_load
+from vllm_semantic_sched.lab.bench.prompts import Lengths
+from vllm_semantic_sched.lab.device.load import LoadConfig, LoadRequest, draw_load
 from vllm_semantic_sched.lab.device.sanitizer import DeviceError
 from vllm_semantic_sched.lab.device.virtual import EngineConfig, VirtualEngine
 from vllm_semantic_sched.policy.config import parse_policy

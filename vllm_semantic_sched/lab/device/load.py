@@ -5,28 +5,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from vllm_semantic_sched.lab.bench.prompts import (
+    ANSWERS,
+    BLOCK_TOKENS,
+    CHAT,
+    PROMPTS,
+    Lengths,
+    Size,
+    draw_sizes,
+    is_trace,
+)
+
 _TOKENS = range(20, 3000)  # token ids of prompts
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Lognormal lengths in tokens, cut off at both ends."""
-
-    mu: float
-    sigma: float
-    least: int
-    most: int
-
-    def draw(self, chance: random.Random) -> int:
-        return int(max(self.least, min(self.most, chance.lognormvariate(self.mu, self.sigma))))
-
-
-CHAT = Lengths(7.31, 0.8, 20, 12_000)
-"""Prompts like those of chats with their history: 1,500 tokens in the median."""
-SHORT = Lengths(5.3, 0.6, 20, 2_000)
-LONG = Lengths(8.7, 0.5, 500, 14_000)
-ANSWERS = Lengths(5.52, 0.7, 2, 1_500)
-"""Answers of 250 tokens in the median."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +47,29 @@ class LoadRequest:
     answer: int
     extra: dict[str, Any] = field(default_factory=dict)
     abort: float | None = None
+
+
+def trace_load(sizes: Sequence[Size], config: LoadConfig) -> list[LoadRequest]:
+    """Requests of a trace, at the rate and with the mix and the seed of `config`. Prompts with the
+    same blocks begin with the same tokens."""
+    chance = random.Random(config.seed)
+    requests = []
+    for index, size in enumerate(sizes):
+        level = chance.choices(range(len(config.mix)), config.mix)[0]
+        prompt: list[int] = []
+        for block in size.blocks[: size.prompt // BLOCK_TOKENS]:
+            prompt += random.Random(block).choices(_TOKENS, k=BLOCK_TOKENS)
+        prompt += chance.choices(_TOKENS, k=max(1, size.prompt) - len(prompt))
+        arrival = size.arrival / config.rate
+        requests.append(LoadRequest(f"r{index}", arrival, level, tuple(prompt), size.answer))
+    return requests
+
+
+def load_of(prompts: str, config: LoadConfig) -> list[LoadRequest]:
+    """A load of prompts by name, or of a trace; see `prompts.draw_sizes` for what is raised."""
+    if is_trace(prompts):
+        return trace_load(draw_sizes(prompts, config.requests, config.seed), config)
+    return draw_load(replace(config, prompts=PROMPTS[prompts]))
 
 
 def draw_load(config: LoadConfig) -> list[LoadRequest]:
