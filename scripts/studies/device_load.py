@@ -1,11 +1,11 @@
 """Schedulers under load on the emulated device: real vLLM, step times from a profile, in virtual
 time.
 
-A Poisson load of chat-like prompts (lognormal, 1,500 tokens in the median; answers of 250) is sent
-at a multiple of the rate that vLLM's own scheduler can serve. Tokens per busy second, device idle
-and the cost of holds are those of a window in which the load is steady: from `--warm` seconds to
-the last arrival, without the drain, in which only long answers are left. Latencies are those of all
-requests, in seconds.
+A Poisson load of chat-like prompts (lognormal, 1,500 tokens in the median; answers of 250), or a
+trace with its own arrivals, is sent at a multiple of the rate that vLLM's own scheduler can serve.
+Tokens per busy second, device idle and the cost of holds are those of a window in which the load is
+steady: from `--warm` seconds to the last arrival, without the drain, in which only long answers are
+left. Latencies are those of all requests, in seconds.
 
 example:
   python scripts/studies/device_load.py --output load --scheduler fcfs priority ems --factor 1 1.75
@@ -19,26 +19,20 @@ from pathlib import Path
 from common import main, write_json
 
 from vllm_semantic_sched.cli.console import print_table
+from vllm_semantic_sched.lab.bench.device_use import LABEL
+from vllm_semantic_sched.lab.bench.prompts import PROMPTS, TRACE
 from vllm_semantic_sched.lab.device.figures import (
     DeviceFigures,
     HoldCosts,
     LevelFigures,
+    capacity,
     device_figures,
     level_figures,
 )
-from vllm_semantic_sched.lab.device.load import (
-    CHAT,
-    LONG,
-    SHORT,
-    LoadConfig,
-    LoadRequest,
-    draw_load,
-    faster,
-)
+from vllm_semantic_sched.lab.device.gpus import SHIPPED
+from vllm_semantic_sched.lab.device.load import LoadConfig, LoadRequest, faster, load_of
 from vllm_semantic_sched.lab.device.virtual import SCHEDULERS, EngineConfig, VirtualEngine
 
-PROMPTS = {"chat": CHAT, "short": SHORT, "long": LONG}
-PROFILES = {"a100": "default", "h100": "h100-8b"}
 _LEVELS = 5
 _SHOWN = "TTFT, p99, latency, s/token"
 
@@ -54,18 +48,6 @@ class Row:
     charged: float = 0.0
     lost: float = 0.0
     preemptions: float = 0.0
-
-
-def capacity(load: list[LoadRequest], config: EngineConfig) -> float:
-    """Requests per second that FCFS serves while all seats are taken: output tokens per busy
-    second, over the mean answer."""
-    with VirtualEngine(config) as engine:
-        engine.send(faster(load, 1e9))  # all at once
-        engine.run()
-        full = max(one.batch.decodes for one in engine.steps)
-        taken = [one for one in engine.steps if one.batch.decodes > 0.8 * full]
-        figures = device_figures(engine.steps, taken[0].end, taken[-1].end)
-    return figures.tokens / (sum(one.answer for one in load) / len(load))
 
 
 def measure(load: list[LoadRequest], config: EngineConfig, warm: float) -> Row:
@@ -99,7 +81,7 @@ def configured(args: argparse.Namespace, scheduler: str, swap: float | None) -> 
         policy="fcfs" if stock else scheduler,
         seats=args.seats,
         asynchronous=not args.sync,
-        profile=PROFILES.get(args.profile, args.profile),
+        profile=SHIPPED[args.profile].profile if args.profile in SHIPPED else args.profile,
         given_profile=args.given_profile,
         kv_gib=args.kv_gib,
         budget=args.budget,
@@ -126,7 +108,7 @@ def print_rows(rows: dict[str, Row], first: str) -> None:
             times = f"{one.ttft:.1f} {one.ttft_p99:.1f} {one.latency:.1f}"
             line.append(f"{times} {one.waiting:.3f}")
         table.append(line)
-    print_table("emulated device: real vLLM, step times from a profile", names, table)
+    print_table(LABEL, names, table)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -140,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seats", type=int, default=128)
     add("--kv-gib", type=float, default=58.0)
     add("--budget", type=int, default=2048, help="most tokens in a step")
-    add("--prompts", choices=PROMPTS, default="chat")
+    add("--prompts", default="chat", help=f"{', '.join((*PROMPTS, TRACE))} or the file of a trace")
     add("--requests", type=int, default=600)
     add("--warm", type=float, default=20.0, help="seconds before the window")
     add("--seed", type=int, default=5)
@@ -152,7 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run all combinations, and print one table."""
-    load = draw_load(LoadConfig(args.requests, 1.0, args.seed, prompts=PROMPTS[args.prompts]))
+    load = load_of(args.prompts, LoadConfig(args.requests, 1.0, args.seed))
     rate = capacity(load, configured(args, "fcfs", None))
     print(f"capacity: {rate:.2f} requests/s", flush=True)
     rows: dict[str, Row] = {}

@@ -47,7 +47,7 @@ class VirtualClock:
 @dataclass(slots=True)
 class StepTime:
     """A step on the device. `idle`: seconds before it in which the device had nothing to do;
-    `waited`: for copies, thereafter."""
+    `waited`: for copies, thereafter; `host`: from the output fetched last to the submission."""
 
     number: int
     begin: float
@@ -56,6 +56,7 @@ class StepTime:
     waited: float
     batch: Batch
     sampled: int = 0  # output tokens
+    host: float = 0.0
 
     @property
     def busy(self) -> float:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_semantic_sched.lab.device.clocks import StepTime
-from vllm_semantic_sched.lab.device.virtual import Record, VirtualEngine
+from vllm_semantic_sched.lab.device.load import LoadRequest, faster
+from vllm_semantic_sched.lab.device.virtual import EngineConfig, Record, VirtualEngine
 from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
 
 
@@ -66,6 +67,18 @@ def device_figures(
         idle / (idle + busy),
         statistics.fmean(step.batch.decodes for step in inside),
     )
+
+
+def capacity(load: Sequence[LoadRequest], config: EngineConfig) -> float:
+    """Requests per second that FCFS serves while all seats are taken: output tokens per busy
+    second, over the mean answer."""
+    with VirtualEngine(config) as engine:
+        engine.send(faster(load, 1e9))  # all at once
+        engine.run()
+        full = max(one.batch.decodes for one in engine.steps)
+        taken = [one for one in engine.steps if one.batch.decodes > 0.8 * full]
+        figures = device_figures(engine.steps, taken[0].end, taken[-1].end)
+    return figures.tokens / (sum(one.answer for one in load) / len(load))
 
 
 class HoldCosts:

@@ -98,6 +98,8 @@ class Runner:
         self.loads_failed = False  # tokens that followed a failed load are sampled again
         self._acceptance = acceptance
         self._drafted: list[Running] = []  # in the last step
+        self.fetched = clock.now()  # when the last output was
+        self._begun = 0.0
         self._encoded: set[str] = set()
         self._pending: Pending | None = None
         self._noise, self._random = noise, random.Random(seed)
@@ -110,6 +112,7 @@ class Runner:
             raise DeviceError("a step is submitted before the last one was sampled")
         if self.host_seconds:
             self.clock.wait_until(self.clock.now() + self.host_seconds)
+        self._begun = self.clock.now()
         self.number += 1
         self.sanitizer.step = self.number
         for name in output.finished_req_ids:
@@ -144,6 +147,7 @@ class Runner:
             sampling.append(self._compute(request, start, start + count, batch, drafts[name]))
         seconds = self.profile.step(batch) * math.exp(self._random.gauss(0.0, self._noise))
         time = self.timeline.step(now, seconds, self.number, batch)
+        time.host = self._begun - self.fetched
         self._pending = Pending(list(output.num_scheduled_tokens), sampling, drafts, time)
 
     def sample(self, grammar: GrammarOutput | None) -> tuple[list[str], list[list[int]], StepTime]:

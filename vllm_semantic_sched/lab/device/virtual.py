@@ -57,7 +57,8 @@ class EngineConfig:
     asynchronous: bool = True
     profile: str = "default"
     given_profile: str | None = None
-    kv_gib: float | None = 58.0  # None: what the weights leave
+    kv_gib: float | None = 58.0  # None: what the weights leave of `memory_gib`
+    memory_gib: float = 80.0
     blocks: int | None = None
     block_size: int = 16
     budget: int = 2048
@@ -302,7 +303,7 @@ def _make_core(config: EngineConfig, folder: Path) -> EngineCore:
         "async_scheduling": config.asynchronous,
     }
     device = {"profile": config.profile, "kv_gib": config.kv_gib, "noise": config.noise}
-    device |= {"acceptance": config.acceptance}
+    device |= {"memory_gib": config.memory_gib, "acceptance": config.acceptance}
     additional: dict[str, Any] = {KEY: device}
     if config.drafts:
         given["speculative_config"] = _drafter(config, folder)

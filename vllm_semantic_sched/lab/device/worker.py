@@ -34,11 +34,12 @@ _ACTIVATIONS = 2 * 2**30  # bytes beside weights and KV
 class LaterOutput(AsyncModelRunnerOutput):
     """An output that is ready when the device has computed the step."""
 
-    def __init__(self, output: ModelRunnerOutput, ready: float, clock: Clock) -> None:
-        self._output, self._ready, self._clock = output, ready, clock
+    def __init__(self, output: ModelRunnerOutput, ready: float, runner: Runner) -> None:
+        self._output, self._ready, self._runner = output, ready, runner
 
     def get_output(self) -> ModelRunnerOutput:
-        self._clock.wait_until(self._ready)
+        self._runner.clock.wait_until(self._ready)
+        self._runner.fetched = self._runner.clock.now()
         return self._output
 
 
@@ -163,7 +164,7 @@ class EmulatedWorker(WorkerBase):
             sampled_token_ids=tokens,
             kv_connector_output=self._moved,
         )
-        return LaterOutput(output, time.end, self.clock)
+        return LaterOutput(output, time.end, self.runner)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         if not self.runner.limits.drafts:
@@ -214,6 +215,7 @@ class EmulatedWorker(WorkerBase):
             "seconds": round(time.end - time.begin, 6),
             "idle": round(time.idle, 6),
             "waited": round(time.waited, 6),
+            "host": round(time.host, 6),
             "prefills": batch.prefills,
             "prefill_tokens": batch.prefill_tokens,
             "prefill_squares": batch.prefill_squares,
