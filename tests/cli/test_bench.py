@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import os
 
 import pytest
 from fake_results import (
@@ -14,11 +15,12 @@ from fake_results import (
 )
 from rich.console import Console
 
-from vllm_semantic_sched.cli import comparison, main
+from vllm_semantic_sched.cli import comparison, emulated, main, parse
 from vllm_semantic_sched.lab.bench import overhead
 from vllm_semantic_sched.lab.bench.results import Round
 from vllm_semantic_sched.lab.bench.schedulers import NAMES, parse_schedulers
 from vllm_semantic_sched.lab.bench.usage import STEPS
+from vllm_semantic_sched.lab.device.gpus import SHIPPED
 
 WORKLOAD = fake_workload()
 
@@ -133,6 +135,51 @@ def test_run_refuses_long_prompts_for_a_short_model(tmp_path, capsys):
     command = ["bench", "run", "--model", str(tmp_path), "--output", str(tmp_path / "out")]
     assert main([*command, "--long-prompts", "0.2"]) == 2
     assert "--size small" in capsys.readouterr().err
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """The arguments of a run on a device, prepared, and the device."""
+
+    def prepare(*words: str):
+        args = parse(["bench", "run", "--output", str(tmp_path), *words])
+        return args, emulated.prepare(args)
+
+    return prepare
+
+
+def test_device_has_defaults_of_its_own_for_options_that_are_not_given(prepared, tmp_path):
+    args, gpu = prepared("--device", "h100", "--seats", "16", "--overload=3")
+    assert (args.seats, args.overload, args.requests, args.mix) == (16, 3.0, 600, "rare")
+    assert (args.prompts, args.blocks, args.profile) == ("chat", 0, gpu.profile)
+    assert prepared("--device", "h100")[0].seats == gpu.seats != 16
+    assert (tmp_path / "model" / "tokenizer.model").is_file()
+    plan = comparison.make_plan(args, parse_schedulers("fcfs", None), ["rare"])
+    server = emulated.on_device(plan, gpu, overloaded=False).server
+    assert server.device == {"profile": gpu.profile, **gpu.memory}
+    assert "--max-model-len" in server.extra_args and server.num_blocks is None
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("", "--model or --device is required"),
+        ("--device h100 --natural-ends", "the device ends the answers"),
+        ("--device h100 --engines 2", "has one engine"),
+        ("--device h1000", "Did you mean 'h100'"),
+        ("--device h100 --prompts no-such-file", "nor a file"),
+    ],
+)
+def test_run_refuses_what_no_device_can_do(words, problem, tmp_path, capsys):
+    assert main(["bench", "run", "--output", str(tmp_path), *words.split()]) == 2
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.engine
+def test_capacity_of_a_device_is_found_in_virtual_time(monkeypatch):
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    one, two = (emulated._capacity("short", 40, 0, SHIPPED["h100"], seats) for seats in (5, 10))
+    assert 500 < one < two < 2 * one  # tokens per second of 4 ms steps
 
 
 def test_simulator_prints_a_row_per_size(capsys):

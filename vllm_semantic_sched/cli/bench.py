@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from vllm_semantic_sched.cli import comparison
+from vllm_semantic_sched.cli import comparison, emulated
 from vllm_semantic_sched.cli.console import make_console, print_table, save_page
 from vllm_semantic_sched.lab.bench import overhead
 from vllm_semantic_sched.lab.bench.tiny_model import SIZES, make_model
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def command(
         name: str, run: Callable[[argparse.Namespace], int | None], text: str
     ) -> argparse.ArgumentParser:
-        parser = commands.add_parser(name, help=text, description=text)
+        parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         parser.set_defaults(run=comparison.serving()(run))
         return parser
 
@@ -56,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     load = WorkloadConfig()
-    comparison.add_plan_arguments(parser, load.requests, load.max_burst, overload=8.0)
+    comparison.add_plan_arguments(parser, load.requests, load.max_burst, 8.0, needs_model=False)
+    emulated.add_argument(parser)
     add = parser.add_argument
     text = "comma-separated; also semantic-known, which is told length and urgency; KIND@POLICY "
     text += "runs another policy, by name or file (default: %(default)s)"
@@ -85,17 +86,22 @@ def _run_comparison(args: argparse.Namespace) -> int:
     from vllm_semantic_sched.lab.bench.page import comparison_page, draw_comparison
     from vllm_semantic_sched.lab.bench.schedulers import parse_schedulers
 
+    gpu = emulated.prepare(args) if args.device else None
+    if args.model is None:
+        raise ValueError("--model or --device is required")
     if args.engines > 1:
         return _run_placements(args)
     schedulers = parse_schedulers(args.schedulers, args.policy, args.profile, args.host_gib)
     mixes = [mix.strip() for mix in args.mix.split(",")]
     plan = replace(comparison.make_plan(args, schedulers, mixes), quick=args.quick)
+    if gpu is not None:
+        plan = emulated.on_device(plan, gpu, overloaded=not args.gap)
     console = make_console()
     found = compare(plan, vars(args), Progress(not args.quiet))
     for mix, rows in found.mixes.items():
         if args.detail:
             comparison.print_mix(console, mix, rows)
-        comparison.print_summary(console, mix, rows)
+        comparison.print_summary(console, mix, rows, found.label)
     picture = plan.output / "comparison.png"
     draw_comparison(found, picture)
     written = save_page(comparison_page(found, plan.output), plan.output)

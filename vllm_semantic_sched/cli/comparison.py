@@ -21,6 +21,7 @@ from vllm_semantic_sched.cli.arguments import failing
 from vllm_semantic_sched.cli.console import make_table
 from vllm_semantic_sched.cli.serve import short_steps
 from vllm_semantic_sched.lab.bench import workload
+from vllm_semantic_sched.lab.bench.prompts import PROMPTS, TRACE, longest_prompt
 from vllm_semantic_sched.lab.bench.server import ServerConfig, has_gpu
 from vllm_semantic_sched.lab.bench.workload import CONTEXT_TOKENS, MAX_PROMPT_TOKENS
 
@@ -31,11 +32,15 @@ if TYPE_CHECKING:
 
 
 def add_plan_arguments(
-    parser: argparse.ArgumentParser, requests: int, max_burst: int, overload: float
+    parser: argparse.ArgumentParser,
+    requests: int,
+    max_burst: int,
+    overload: float,
+    needs_model: bool = True,
 ) -> None:
     """Declare the options of `make_plan`, with these defaults."""
     load = workload.WorkloadConfig()
-    add_server_arguments(parser)
+    add_server_arguments(parser, needs_model)
     add = parser.add_argument
     add("--policy", default="ems", help="of the semantic schedulers: a name or a YAML file")
     add("--requests", type=int, default=requests, help="per mix (default: %(default)s)")
@@ -51,6 +56,10 @@ def add_plan_arguments(
     add("--natural-ends", action="store_true", help=text)
     text = "where the message stands: alone, before a question or between two (%(default)s)"
     add("--place", choices=workload.PLACES, default=load.place, help=text)
+    text = "prompts of chats with a history, as long as those of a GPU's users are: "
+    text += f"{', '.join(PROMPTS)} (1,500, 200, 6,000 tokens in the median; answers of 250), "
+    text += f"{TRACE} (of the data folder) or the file of a trace"
+    add("--prompts", default=load.prompts, metavar="NAME|FILE", help=text)
     text = "requests come from tenants with these weights, for example 4:1:1, of which semantic "
     text += "schedulers are told; --detail prints the fairness among them"
     add("--tenants", default="", metavar="WEIGHTS", help=text)
@@ -65,11 +74,12 @@ def add_plan_arguments(
     add("--repeats", type=int, default=2, help=text)
 
 
-def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+def add_server_arguments(parser: argparse.ArgumentParser, needs_model: bool = True) -> None:
     """Declare the model, the output folder and the options of `make_server`."""
     shape = ServerConfig(Path(), Path())
     add = parser.add_argument
-    add("--model", required=True, type=Path, help="model folder (see `bench make-model`)")
+    text = "model folder (see `bench make-model`)"
+    add("--model", required=needs_model, type=Path, help=text)
     add("--output", required=True, type=Path, help="folder for results, pictures and logs")
     add("--seats", type=int, default=shape.seats, help="max_num_seqs (%(default)s)")
     add("--blocks", type=int, default=shape.num_blocks, help="KV blocks; 0: vLLM's choice")
@@ -117,6 +127,7 @@ def make_plan(
         natural=args.natural_ends,
         place=args.place,
         tenants=workload.parse_tenants(args.tenants),
+        prompts=args.prompts,
     )
     if load.natural and schedulers[0].kind == "semantic-known":
         raise ValueError(
@@ -147,7 +158,8 @@ def _check_model(model: Path, load: workload.WorkloadConfig) -> None:
     end_token(model)
     longest = json.loads((model / "config.json").read_text()).get("max_position_embeddings")
     context = CONTEXT_TOKENS if load.long_prompts else 0
-    needed = MAX_PROMPT_TOKENS + context + load.max_output_tokens
+    needed = max(MAX_PROMPT_TOKENS + context, longest_prompt(load.prompts))
+    needed += load.max_output_tokens
     if longest is not None and longest < needed:
         raise ValueError(
             f"the model holds {longest} tokens, prompt and answer may need {needed}: make one with "
@@ -172,8 +184,8 @@ def print_problems(console: Console, problems: Sequence[str]) -> int:
     return int(bool(problems))
 
 
-def print_summary(console: Console, mix: str, rows: Rows) -> None:
-    """Print one row per scheduler, and what the rows show in words."""
+def print_summary(console: Console, mix: str, rows: Rows, label: str = "") -> None:
+    """Print one row per scheduler, and what the rows show in words; `label`: what it must say."""
     from vllm_semantic_sched.lab.bench import page
 
     first = next(iter(rows.values()))
@@ -188,7 +200,7 @@ def print_summary(console: Console, mix: str, rows: Rows) -> None:
         urgent = (page.fixed(row.p99_ttft()), page.fixed(row.best.idle_ratio))
         table.add_row(row.scheduler.title, *urgent, waiting, f"{row.best.tokens_per_second:.0f}")
     table.caption = "time per token: from arrival to the last token, waiting included"
-    console.print()
+    console.print(*[label] * bool(label))
     console.print(table)
     console.print(page.gain_in_words(rows), soft_wrap=True)
 

@@ -24,6 +24,7 @@ from vllm_semantic_sched.cli.comparison import print_summary
 from vllm_semantic_sched.lab.bench import compare as comparing
 from vllm_semantic_sched.lab.bench.client import LoadClient, Progress, Record
 from vllm_semantic_sched.lab.bench.compare import RunPlan, compare, idle_sample
+from vllm_semantic_sched.lab.bench.device_use import LABEL
 from vllm_semantic_sched.lab.bench.metrics import Difference
 from vllm_semantic_sched.lab.bench.page import draw_comparison
 from vllm_semantic_sched.lab.bench.results import MixResult, Round
@@ -201,8 +202,9 @@ def test_quick_comparison_measures_the_idle_engine_once_per_mix(
 def test_summary_fits_a_terminal_and_names_every_scheduler(comparison):
     rows = comparison.mixes["even"]
     console = Console(width=100, record=True, file=StringIO())
-    print_summary(console, "even", rows)
+    print_summary(console, "even", rows, LABEL)
     printed = console.export_text()
+    assert LABEL in printed
     assert max(map(len, printed.splitlines()[:-1])) <= 100
     for row in rows.values():
         assert row.scheduler.title[:12] in printed

@@ -3,9 +3,10 @@
 import json
 
 import pytest
-from fake_results import fake_comparison, fake_records, fake_workload
+from fake_results import fake_comparison, fake_records, fake_usage, fake_workload
 from html_pages import read_page
 
+from vllm_semantic_sched.lab.bench.device_use import LABEL, DeviceUse
 from vllm_semantic_sched.lab.bench.page import comparison_page
 from vllm_semantic_sched.lab.bench.results import Round
 from vllm_semantic_sched.lab.bench.schedulers import parse_schedulers
@@ -62,6 +63,24 @@ def test_totals_rounds_and_misread_requests_are_listed(page):
     (_, row) = page.tables["Mix even, Semantic (text): 1 of urgency 0 read as less urgent"]
     assert row[1] == "3" and row[2] == WORKLOAD.requests[int(row[0])].text
     assert "seed: 7" in page.text and "function" not in page.text
+
+
+def test_emulated_device_is_named_wherever_its_figures_are(tmp_path):
+    found = fake_comparison(WORKLOAD, {})
+    records = fake_records(WORKLOAD, 0.1)
+    used = Round(1, records, usage=fake_usage(), device=DeviceUse(1080.0, 0.004, 0.0015, 0.003))
+    found.add(parse_schedulers("fcfs", None)[0], WORKLOAD, used)
+    assert LABEL not in comparison_page(found, tmp_path).title
+    found.options = {"device": "a100"}
+    page = read_page(write_page(comparison_page(found, tmp_path), tmp_path))
+    assert page.text.count(LABEL) >= 2
+    (title,) = (name for name in page.tables if LABEL in name)
+    assert page.tables[title][1][:5] == ["vLLM FCFS", "1080", "0.4", "1.500", "3.000"]
+    assert page.tables[title][1][-1] == "-"  # no predictor
+    found.write(tmp_path / "results.json")
+    document = json.loads((tmp_path / "results.json").read_text())
+    assert document["label"] == LABEL
+    assert document["mixes"]["even"]["fcfs"]["rounds"][0]["device"]["tokens"] == 1080.0
 
 
 def test_seats_are_those_of_the_mix_from_its_first_arrival_on(page):

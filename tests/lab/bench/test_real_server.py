@@ -14,6 +14,8 @@ pytestmark = pytest.mark.engine
 from vllm_semantic_sched.cli import main  # noqa: E402
 from vllm_semantic_sched.lab.bench import server as server_module  # noqa: E402
 from vllm_semantic_sched.lab.bench.client import LoadClient  # noqa: E402
+from vllm_semantic_sched.lab.bench.device_use import LABEL  # noqa: E402
+from vllm_semantic_sched.lab.bench.prompts import draw_sizes  # noqa: E402
 from vllm_semantic_sched.lab.bench.schedulers import parse_schedulers  # noqa: E402
 from vllm_semantic_sched.lab.bench.server import (  # noqa: E402
     ServerConfig,
@@ -111,16 +113,31 @@ def test_answers_have_the_wanted_lengths_and_diverse_tokens(model, tmp_path):
     assert refused[0].error and refused[0].status == 400
 
 
-def test_comparison_runs_to_its_page_and_tells_how_texts_were_read(model, tmp_path, capsys):
-    command = f"bench run --model {model} --output {tmp_path} --schedulers semantic --mix even"
+def test_prompts_have_about_the_tokens_that_were_drawn(model):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(model))
+    load = make_workload(WorkloadConfig(60, prompts="chat"), question_source(None)[0])
+    tokens = sum(len(tokenizer(one.prompt).input_ids) for one in load.requests)
+    assert tokens == pytest.approx(sum(one.prompt for one in draw_sizes("chat", 60, 0)), rel=0.05)
+
+
+def test_comparison_on_an_emulated_gpu_runs_to_its_page(tmp_path, capsys):
+    """By the clock on the wall, with a real server, and the texts read beside it."""
+    command = f"bench run --device h100 --output {tmp_path} --schedulers semantic --mix even"
     # Long enough that the predictor reads them while they run.
-    command += " --requests 10 --gap 0.1 --max-output 120 --quick --repeats 0 --quiet"
+    command += " --requests 10 --gap 0.3 --max-output 150 --quick --repeats 0 --quiet"
     assert main(command.split()) == 0, capsys.readouterr().err
-    row = json.loads((tmp_path / "results.json").read_text())["mixes"]["even"]["semantic"]
-    records = row["rounds"][0]["records"]
+    document = json.loads((tmp_path / "results.json").read_text())
+    (done,) = document["mixes"]["even"]["semantic"]["rounds"]
+    records = done["records"]
     assert len(records) == 10 and all(one["finish"] for one in records)
     assert any(one["read_level"] is not None for one in records)
-    assert "urgency 0" in (tmp_path / "report.html").read_text()
+    assert sum(one["prompt_tokens"] for one in records) > 10_000
+    # Of the steps until the last arrival.
+    assert 0 <= done["device"]["idle"] < 1 and done["device"]["tokens"] > 0
+    page = (tmp_path / "report.html").read_text()
+    assert "urgency 0" in page and LABEL in page and LABEL in capsys.readouterr().out
 
 
 def test_server_that_does_not_start_reports_why_and_leaves_no_process(model, tmp_path):

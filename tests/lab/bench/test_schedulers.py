@@ -11,6 +11,7 @@ import vllm_semantic_sched
 from vllm_semantic_sched.lab.bench.schedulers import NAMES, client_id, parse_schedulers, read_levels
 from vllm_semantic_sched.lab.bench.server import ServerConfig
 from vllm_semantic_sched.lab.bench.workload import ANSWER_FIELD
+from vllm_semantic_sched.lab.device.settings import device_settings
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 
@@ -66,6 +67,21 @@ def test_only_semantic_schedulers_get_profile_and_host_memory():
     assert json.loads(config) == {"semantic_sched": {"policy": "ems", "profile": "mine.yaml"}}
     assert json.loads(connector)["kv_connector_extra_config"] == {"host_gib": 0.5}
     assert "--kv-transfer-config" not in parse_schedulers("semantic", "ems")[0].server_args()
+
+
+def test_emulated_device_takes_the_place_of_the_machines_under_every_scheduler(tmp_path):
+    base = ServerConfig(tmp_path, tmp_path / "x", device={"profile": "h100-8b", "kv_gib": 4.0})
+    for spec in parse_schedulers("fcfs,priority,semantic-true", "ems", "h100-8b", host_gib=0.5):
+        config = spec.configure(base, tmp_path, "2")
+        command = config.command(1)
+        assert command[1:4] == ["-m", "vllm_semantic_sched.lab.device.serve", "serve"]
+        assert "--logits-processors" not in command and "--kv-cache-memory-bytes" not in command
+        assert command.count("--additional-config") == 1
+        settings = json.loads(command[command.index("--additional-config") + 1])
+        steps = str(tmp_path / f"steps-{spec.name}-2.jsonl")
+        assert settings["emulated_device"] == {**base.device, "trace": steps} == config.device
+        assert ("semantic_sched" in settings) == spec.is_ours
+    assert device_settings(settings).kv_gib == 4.0
 
 
 def test_log_names_have_no_slashes(tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from vllm_semantic_sched.lab.bench.client import LoadClient, Progress, Record
+from vllm_semantic_sched.lab.bench.device_use import read_use
 from vllm_semantic_sched.lab.bench.metrics import Difference, differences, explain, throughput
 from vllm_semantic_sched.lab.bench.results import Comparison, Round
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec, read_levels, with_shared_servers
@@ -57,7 +59,8 @@ class RunPlan:
     a steady drift of the machine's speed averages out. A mix from which the hypervisor took too
     much time is repeated at the end of the round, up to `repeats` times. With `quick`, schedulers
     share servers where they can, servers start together without a GPU, fewer requests measure the
-    capacity and the idle engine, and the latter only on the first server."""
+    capacity and the idle engine, and the latter only on the first server. `capacity`: output tokens
+    per second, if they are known."""
 
     server: ServerConfig
     schedulers: Sequence[SchedulerSpec]
@@ -67,6 +70,7 @@ class RunPlan:
     rounds: int = 1
     repeats: int = 0
     quick: bool = False
+    capacity: float | None = None
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or not self.schedulers or not self.workloads:
@@ -160,7 +164,7 @@ class _Run:
             given = {"request_id": spec.request_id(mix, request.index), "cache_salt": spec.kind}
             return {**client.extras(request), **given}
 
-        start = Usage.now(server)
+        start, begin = Usage.now(server), time.monotonic()
         records = replace(client, extras=extras).send(self._told(spec, workload), label)
         server.check()
         loaded = Usage.now(server)
@@ -170,7 +174,13 @@ class _Run:
             self.idle[mix] = alone, Usage.now(server).since(loaded)
         idle, idle_usage = self.idle[mix]
         usage, found = loaded.since(start), self._differences(records, workload, client)
-        return Round(visit.number, records, visit.name, idle, usage, idle_usage, found)
+        device = None
+        if (
+            server.config.device is not None
+        ):  # until the last arrival: then only long answers are left
+            end = begin + workload.requests[-1].arrival
+            device = read_use(Path(server.config.device["trace"]), begin, end)
+        return Round(visit.number, records, visit.name, idle, usage, idle_usage, found, device)
 
     def _told(self, spec: SchedulerSpec, workload: Workload) -> Sequence[BenchRequest]:
         """The requests; where answers end by themselves and a scheduler is told their lengths,
@@ -188,18 +198,23 @@ class _Run:
         plan = self.plan
         if plan.overload is None:
             return plan.workloads
-        like = plan.workloads[0].config
-        count = (_QUICK_ROUNDS if plan.quick else CAPACITY_ROUNDS) * plan.server.seats
-        requests = self._other_requests(count, like.mix, like.max_output_tokens)
-        capacity = throughput(client.send_together(requests, "capacity"))
-        if capacity <= 0:
-            raise ValueError("the first server answered no request")
+        capacity = plan.capacity or self._capacity(client)
         paced = []
         for workload in plan.workloads:
             burst = workload.config.max_burst / 2 * workload.output_tokens / len(workload.requests)
             gap = burst / (plan.overload * capacity)
             paced.append(make_workload(replace(workload.config, gap=gap)))
         return paced
+
+    def _capacity(self, client: LoadClient) -> float:
+        """Output tokens per second of the server when more requests wait than it has seats."""
+        plan, like = self.plan, self.plan.workloads[0].config
+        count = (_QUICK_ROUNDS if plan.quick else CAPACITY_ROUNDS) * plan.server.seats
+        requests = self._other_requests(count, like.mix, like.max_output_tokens)
+        capacity = throughput(client.send_together(requests, "capacity"))
+        if capacity <= 0:
+            raise ValueError("the first server answered no request")
+        return capacity
 
     def _other_requests(self, count: int, mix: str, max_tokens: int) -> tuple[BenchRequest, ...]:
         """Requests of the same kind that the measured workloads do not contain."""
@@ -227,7 +242,7 @@ def idle_sample(requests: Sequence[BenchRequest], quick: bool = False) -> list[B
     most, rest = (4, 2) if quick else (24, 4)
     urgent = [request for request in requests if request.level == 0]
     others = [request for request in requests if request.level > 0]
-    others.sort(key=lambda request: len(request.text))
+    others.sort(key=lambda request: len(request.prompt))
     return [
         found[place]
         for found, count in ((urgent, most), (others, rest))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_semantic_sched.lab.bench.client import Record
+from vllm_semantic_sched.lab.bench.device_use import LABEL
 from vllm_semantic_sched.lab.bench.metrics import (
     Summary,
     fairness,
@@ -16,6 +17,7 @@ from vllm_semantic_sched.lab.bench.metrics import (
 )
 from vllm_semantic_sched.lab.bench.results import Comparison, MixResult, Round, Rows, environment
 from vllm_semantic_sched.lab.bench.schedulers import client_id
+from vllm_semantic_sched.lab.bench.server import API_SERVER, PREDICTOR
 from vllm_semantic_sched.lab.bench.usage import PREEMPTIONS
 from vllm_semantic_sched.lab.report.content import (
     Boxes,
@@ -66,10 +68,13 @@ def comparison_page(found: Comparison, folder: Path) -> Page:
         parts += [*misread_tables(mix, rows), *mix_tables(mix, rows)]
         if text := gain_in_words(rows):
             sentences.append(f"Mix {mix}: {text}" if len(found.mixes) > 1 else text)
-    sentences.append("The same requests were sent to each scheduler on a real vLLM server.")
+    where = f" ({found.label})" if found.label else ""
+    sentences.append(f"The same requests were sent to each scheduler on a real vLLM server{where}.")
     # The parsed command line holds the function that runs the command.
     options = {key: value for key, value in found.options.items() if not callable(value)}
-    return Page("Comparison of schedulers", " ".join(sentences), parts, options, environment())
+    return Page(
+        f"Comparison of schedulers{where}", " ".join(sentences), parts, options, environment()
+    )
 
 
 def gain_in_words(rows: Rows) -> str:
@@ -186,6 +191,7 @@ def mix_tables(mix: str, rows: Rows) -> Iterator[Table]:
     first = next(iter(rows.values()))
     yield _rounds(mix, rows)
     yield _totals(mix, rows)
+    yield from _devices(mix, rows)
     yield _orders(mix, rows)
     for level in first.levels:
         yield _level(mix, level, rows)
@@ -285,6 +291,32 @@ def _totals(mix: str, rows: Rows) -> Table:
     )
 
 
+def _devices(mix: str, rows: Rows) -> Iterator[Table]:
+    """What emulated devices did, and the host for them."""
+    cells = []
+    for row in rows.values():
+        if (use := row.best.device) is None:
+            return
+        cells.append(
+            {
+                "scheduler": row.scheduler.title,
+                "tok/s\nbusy": f"{use.tokens:.0f}",
+                "idle\n%": f"{100 * use.idle:.1f}",
+                "host p50\nms": fixed(1e3 * use.host_p50),
+                "host p99\nms": fixed(1e3 * use.host_p99),
+                "engine core\nCPU s / 1k tok": fixed(row.best.engine_seconds_per_1000),
+                "API server\nCPU ms / req.": fixed(row.best.milliseconds_per_request(API_SERVER)),
+                "predictor\nCPU ms / req.": fixed(row.best.milliseconds_per_request(PREDICTOR)),
+            }
+        )
+    yield Table.of(
+        f"Mix {mix}: device and host ({LABEL})",
+        cells,
+        note="until the last arrival; CPU times: of the whole load. host: from a step's output to "
+        "the next submission: update, arrivals, schedule(). Engine core: with the emulated worker",
+    )
+
+
 def _rounds(mix: str, rows: Rows) -> Table:
     """Every round, what disturbed it and what it is used for."""
     return Table.of(
@@ -374,6 +406,7 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
     columns = min(len(labels), 3 * len(mixes))
     figure.legend(handles, labels, loc="upper center", ncols=columns, frameon=False, fontsize=11)
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.035 * math.ceil(len(labels) / columns)))
+    figure.text(0.01, 0.005, comparison.label, fontsize=9, color="#c03030")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

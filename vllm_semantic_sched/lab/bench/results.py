@@ -12,6 +12,7 @@ from pathlib import Path
 
 from vllm_semantic_sched.lab.bench import metrics
 from vllm_semantic_sched.lab.bench.client import Record
+from vllm_semantic_sched.lab.bench.device_use import LABEL, DeviceUse
 from vllm_semantic_sched.lab.bench.metrics import Difference, LevelValues, Summary, summarize
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.lab.bench.usage import STEPS, Usage
@@ -30,7 +31,8 @@ class Round:
     """One pass of one scheduler over one mix. `number` counts from 1; `name` is that of the visit
     (see `compare.Visit`). `records` are in the order of the workload; `idle` are some of the
     same requests, sent one by one after the load. `usage` and `idle_usage` are of the two;
-    `differences` are outputs that differ from those of the reference's first round."""
+    `differences` are outputs that differ from those of the reference's first round; `device`: what
+    an emulated one did until the last arrival."""
 
     number: int
     records: Sequence[Record]
@@ -39,6 +41,7 @@ class Round:
     usage: Usage = _NOTHING
     idle_usage: Usage = _NOTHING
     differences: Sequence[Difference] = ()
+    device: DeviceUse | None = None
 
     @property
     def steal(self) -> float:
@@ -86,6 +89,11 @@ class Round:
         loaded = [r.normalized_waiting for r in self.records if r.ok and r.index in alone]
         complete = alone and len(loaded) == len(alone)
         return sum(loaded) / sum(alone.values()) if complete else math.nan
+
+    def milliseconds_per_request(self, process: str) -> float:
+        """A process's CPU time for each request; NaN if not known."""
+        used = self.usage.ours.get(process, 0.0)
+        return 1000 * used / len(self.records) if used and self.records else math.nan
 
     def _per_1000(self, amount: float) -> float:
         return 1000 * amount / self.output_tokens if amount and self.output_tokens else math.nan
@@ -192,6 +200,11 @@ class Comparison:
     options: Mapping[str, object]
     mixes: dict[str, dict[str, MixResult]] = field(default_factory=dict)
 
+    @property
+    def label(self) -> str:
+        """What must be said wherever a figure is shown; empty for a real device."""
+        return LABEL if self.options.get("device") else ""
+
     def add(self, scheduler: SchedulerSpec, workload: Workload, done: Round) -> None:
         rows = self.mixes.setdefault(workload.config.mix, {})
         rows.setdefault(scheduler.name, MixResult(scheduler, workload)).rounds.append(done)
@@ -216,6 +229,7 @@ class Comparison:
     def write(self, path: Path) -> None:
         """Write all results except the output texts as JSON; undefined numbers become null."""
         document = {
+            "label": self.label,
             "environment": environment(),
             "options": self.options,
             "max_steal": MAX_STEAL,
@@ -288,6 +302,7 @@ def _round_document(done: Round, row: MixResult) -> dict[str, object]:
         "failed": sum(not record.ok for record in done.records),
         "latest_send": metrics.latest_send(done.records),
         "counters": done.usage.counters,
+        "device": done.device,
         "cpu_seconds": done.usage.ours,
         "differences": done.differences,
         "records": done.records,

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -58,22 +59,25 @@ class SchedulerSpec:
     def is_ours(self) -> bool:
         return self.kind.startswith("semantic")
 
-    def server_args(self) -> tuple[str, ...]:
-        """Return the arguments of `vllm serve` that select this scheduler."""
-        if self.kind == "fcfs":
-            return ()
+    def server_args(self, additional: Mapping[str, Any] = MappingProxyType({})) -> tuple[str, ...]:
+        """Return the arguments of `vllm serve` that select this scheduler; `additional`: what else
+        `--additional-config` has."""
+        args: tuple[str, ...] = ()
+        config = dict(additional)
         if self.kind == "priority":
-            return ("--scheduling-policy", "priority")
-        args: tuple[str, ...] = ("--scheduler-cls", SCHEDULER_CLASS, *MIDDLEWARE)
-        given = {"policy": self.policy, "profile": self.profile}
-        if config := {key: value for key, value in given.items() if value is not None}:
-            args += ("--additional-config", json.dumps({"semantic_sched": config}))
-        return args + self.extra_args
+            args = ("--scheduling-policy", "priority")
+        elif self.is_ours:
+            args = ("--scheduler-cls", SCHEDULER_CLASS, *MIDDLEWARE)
+            given = {"policy": self.policy, "profile": self.profile}
+            if ours := {key: value for key, value in given.items() if value is not None}:
+                config["semantic_sched"] = ours
+        args += ("--additional-config", json.dumps(config)) if config else ()
+        return args + (self.extra_args if self.is_ours else ())
 
     def configure(self, server: ServerConfig, folder: Path, start: str = "1") -> ServerConfig:
         """Return `server` with this scheduler and a log in `folder`, both named by `start`. One
-        that reads texts gets a copy of its policy with an empty event log, `events_file`;
-        PolicyError if the policy is invalid."""
+        that reads texts gets a copy of its policy with an empty event log, `events_file`, and an
+        emulated device a file for its steps; PolicyError if the policy is invalid."""
         spec, log = self, folder / f"server-{self._file_name(start)}.log"
         if self.reads_text:
             folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +90,12 @@ class SchedulerSpec:
             path.write_text(yaml.safe_dump(data, sort_keys=False))
             events.unlink(missing_ok=True)
             spec = replace(self, policy=str(path.resolve()))
-        return replace(server, log=log, scheduler_args=spec.server_args())
+        if server.device is None:
+            return replace(server, log=log, scheduler_args=spec.server_args())
+        steps = (folder / f"steps-{self._file_name(start)}.jsonl").resolve()
+        device = {**server.device, "trace": str(steps)}
+        args = spec.server_args({"emulated_device": device})
+        return replace(server, log=log, scheduler_args=args, device=device)
 
     def events_file(self, folder: Path, start: str = "1") -> Path:
         """Return the event log of a scheduler that reads texts."""

@@ -12,13 +12,19 @@ import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 PREDICTOR = "vllm_semantic_sched.predict.worker"
 """Name of the predictor process in `VllmServer.cpu_seconds`."""
 
+API_SERVER = "api server"
+"""Name of the process that was started."""
+
+_VLLM = "vllm.entrypoints.cli.main"
+_EMULATED = "vllm_semantic_sched.lab.device.serve"
 _ANSWER_LENGTH = "vllm_semantic_sched.lab.bench.answer_length:AnswerLength"
 _LOG_TAIL_LINES = 40
 _START_SECONDS, _STOP_GRACE_SECONDS = 240.0, 10.0
@@ -32,7 +38,8 @@ class ServerFailed(RuntimeError):
 class ServerConfig:
     """The model to serve and the resources for it. The default workload needs more seats
     (`max_num_seqs`) and KV blocks than the defaults. `num_blocks` (None: vLLM's choice) counts
-    blocks of `block_size` tokens and must hold a request of `max_model_len` tokens and a block."""
+    blocks of `block_size` tokens and must hold a request of `max_model_len` tokens and a block.
+    `device`: settings of an emulated device, which then takes the place of this machine's."""
 
     model: Path
     log: Path
@@ -46,13 +53,18 @@ class ServerConfig:
     scheduler_args: tuple[str, ...] = ()
     extra_args: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    device: Mapping[str, Any] | None = None
 
     def command(self, port: int) -> list[str]:
-        args = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(self.model)]
+        program = _VLLM if self.device is None else _EMULATED
+        args = [sys.executable, "-m", program, "serve", str(self.model)]
         args += ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", str(self.seats)]
         args += ["--served-model-name", "bench", "--disable-uvicorn-access-log"]
         # The queueing delay is taken from the engine's own clock, per request.
         args += ["--enable-per-request-metrics", "--stream-interval", str(self.stream_interval)]
+        more = [*self.scheduler_args, *self.extra_args]
+        if self.device is not None:  # it knows its memory, and gives answers their lengths
+            return [*args, "--block-size", str(self.block_size), "--enforce-eager", *more]
         args += ["--logits-processors", _ANSWER_LENGTH]
         file = self.model / "config.json"
         config = json.loads(file.read_text()) if file.is_file() else {}  # a hub id: vLLM chooses
@@ -67,7 +79,7 @@ class ServerConfig:
             # Memory may appear in small steps on a virtual machine: give sizes explicitly.
             args += ["--gpu-memory-utilization", "0.7", "--enforce-eager"]
             args += ["--kv-cache-memory-bytes", str(256 * 2**20)]
-        return [*args, *self.scheduler_args, *self.extra_args]
+        return [*args, *more]
 
     def process_environment(self) -> dict[str, str]:
         """Return this process's environment with telemetry and downloads turned off."""
@@ -189,7 +201,7 @@ class VllmServer:
             with contextlib.suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
                 title = process_title(process.cmdline()) or process.name()
-                name = "api server" if process.pid == leader.pid else title
+                name = API_SERVER if process.pid == leader.pid else title
                 used[name] += times.user + times.system
         return used
 

@@ -1,0 +1,91 @@
+"""`semsched bench run --device`: an emulated GPU in place of this machine's device."""
+
+import argparse
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_semantic_sched.lab.bench.compare import RunPlan
+    from vllm_semantic_sched.lab.device.gpus import Gpu
+
+_DEFAULTS: dict[str, Any] = {
+    "blocks": 0,  # what the device's memory holds
+    "block_size": 16,
+    "prompts": "chat",
+    "requests": 600,
+    "overload": 1.75,
+    "maxcon": 4,  # nearly Poisson
+    "max_output": 1500,
+    "mix": "rare",
+}
+"""Of options, where another load than that of a small model makes sense."""
+_LONGEST, _BUDGET = 16_384, 2048  # tokens of a sequence, and of a step
+_CAPACITY_ROUNDS = 4  # requests per seat
+
+
+def add_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare `--device`."""
+    defaults = (f"--{name.replace('_', '-')} {value}" for name, value in _DEFAULTS.items())
+    text = "an emulated GPU instead of this machine's device: a100, h100, h200, l4 or another of "
+    text += (
+        "`semsched profile`, or the file of an engine profile. vLLM is real, step times are those "
+    )
+    text += (
+        f"of the profile. Other defaults then: {', '.join(defaults)}, the seats of the GPU, and "
+    )
+    text += "an 8B model without weights, which is written into the output folder"
+    parser.add_argument("--device", metavar="NAME|FILE", help=text)
+
+
+def prepare(args: argparse.Namespace) -> "Gpu":
+    """Set the options that were not given to those of the device; the device. ValueError: an option
+    that it cannot obey; PolicyError: no such device."""
+    from vllm_semantic_sched.lab.device.gpus import find_gpu
+    from vllm_semantic_sched.lab.device.model import make_shape
+
+    if args.natural_ends or args.engines > 1:
+        raise ValueError("--device: the device ends the answers, and has one engine")
+    if args.model is None:
+        args.model = Path(args.output, "model")
+        make_shape(args.model, tokenizer=True)
+    gpu = find_gpu(args.device, args.model, args.output)
+    given = {word.partition("=")[0] for word in args.words}
+    for name, value in {**_DEFAULTS, "seats": gpu.seats, "profile": gpu.profile}.items():
+        if f"--{name.replace('_', '-')}" not in given:
+            setattr(args, name, value)
+    return gpu
+
+
+def on_device(plan: "RunPlan", gpu: "Gpu", overloaded: bool) -> "RunPlan":
+    """The plan with servers on the device, and its capacity, found in virtual time, if the load is
+    to be a multiple of it."""
+    server = plan.server
+    limits = ("--max-model-len", str(_LONGEST), "--max-num-batched-tokens", str(_BUDGET))
+    device = {"profile": gpu.profile, **gpu.memory}
+    server = replace(server, device=device, extra_args=(*limits, *server.extra_args))
+    capacity = None
+    if overloaded:
+        load = plan.workloads[0].config
+        # A process of its own: this one is to send requests, without an engine's heap.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            given = load.prompts, _CAPACITY_ROUNDS * server.seats, load.seed, gpu, server.seats
+            capacity = pool.submit(_capacity, *given).result()
+    return replace(plan, server=server, capacity=capacity)
+
+
+def _capacity(prompts: str, requests: int, seed: int, gpu: "Gpu", seats: int) -> float:
+    """Output tokens per second that FCFS gives while all seats are taken."""
+    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    from vllm_semantic_sched.lab.device.figures import capacity
+    from vllm_semantic_sched.lab.device.load import LoadConfig, load_of
+    from vllm_semantic_sched.lab.device.virtual import EngineConfig
+
+    load = load_of(prompts, LoadConfig(requests, 1.0, seed))
+    options: dict[str, Any] = {"kv_gib": None, "prefix_cache": True, **gpu.memory}
+    options |= {"seats": seats, "budget": _BUDGET, "max_model_len": _LONGEST}
+    config = EngineConfig("fcfs", "fcfs", profile=gpu.profile, **options)
+    return capacity(load, config) * sum(one.answer for one in load) / len(load)
