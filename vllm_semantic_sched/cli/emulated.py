@@ -21,6 +21,7 @@ _DEFAULTS: dict[str, Any] = {
     "maxcon": 4,  # nearly Poisson
     "max_output": 1500,
     "mix": "rare",
+    "quick": True,
 }
 """Of options, where another load than that of a small model makes sense."""
 _LONGEST, _BUDGET = 16_384, 2048  # tokens of a sequence, and of a step
@@ -29,7 +30,8 @@ _CAPACITY_ROUNDS = 4  # requests per seat
 
 def add_argument(parser: argparse.ArgumentParser) -> None:
     """Declare `--device`."""
-    defaults = (f"--{name.replace('_', '-')} {value}" for name, value in _DEFAULTS.items())
+    options = {name: "" if value is True else f" {value}" for name, value in _DEFAULTS.items()}
+    defaults = (f"{_option(name)}{value}" for name, value in options.items())
     text = "an emulated GPU instead of this machine's device: a100, h100, h200, l4 or another of "
     text += (
         "`semsched profile`, or the file of an engine profile. vLLM is real, step times are those "
@@ -55,9 +57,13 @@ def prepare(args: argparse.Namespace) -> "Gpu":
     gpu = find_gpu(args.device, args.model, args.output)
     given = {word.partition("=")[0] for word in args.words}
     for name, value in {**_DEFAULTS, "seats": gpu.seats, "profile": gpu.profile}.items():
-        if f"--{name.replace('_', '-')}" not in given:
+        if _option(name) not in given:
             setattr(args, name, value)
     return gpu
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def on_device(plan: "RunPlan", gpu: "Gpu", overloaded: bool) -> "RunPlan":
