@@ -46,6 +46,12 @@ def test_prompts_of_a_trace_share_the_tokens_of_their_blocks():
     assert [one.arrival for one in (first, second, short)] == [0.0, 0.5, 2.0]
 
 
-def test_load_of_named_prompts_has_their_lengths():
+def test_load_of_named_prompts_or_a_trace_has_their_lengths(tmp_path):
     load = load_of("long", LoadConfig(requests=50))
     assert 3000 < sorted(len(one.prompt) for one in load)[25] < 10_000
+    path = tmp_path / "trace.csv"
+    rows = "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:48.6805900,396,109\n"
+    path.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}")
+    load = load_of(str(path), LoadConfig(requests=2, rate=4.0))
+    assert [(len(one.prompt), one.answer) for one in load] == [(374, 44), (396, 109)]
+    assert load[1].arrival == 0.25
