@@ -154,8 +154,9 @@ def test_device_has_defaults_of_its_own_for_options_that_are_not_given(prepared,
     assert (args.prompts, args.blocks, args.profile) == ("chat", 0, gpu.profile)
     assert prepared("--device", "h100")[0].seats == gpu.seats != 16
     assert (tmp_path / "model" / "tokenizer.model").is_file()
+    args.gap = 1.0  # no need of the capacity
     plan = comparison.make_plan(args, parse_schedulers("fcfs", None), ["rare"])
-    server = emulated.on_device(plan, gpu, overloaded=False).server
+    server = emulated.on_device(plan, gpu, args).server
     assert server.device == {"profile": gpu.profile, **gpu.memory}
     assert "--max-model-len" in server.extra_args and server.num_blocks is None
 

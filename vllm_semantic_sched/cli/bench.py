@@ -95,7 +95,7 @@ def _run_comparison(args: argparse.Namespace) -> int:
     mixes = [mix.strip() for mix in args.mix.split(",")]
     plan = replace(comparison.make_plan(args, schedulers, mixes), quick=args.quick)
     if gpu is not None:
-        plan = emulated.on_device(plan, gpu, overloaded=not args.gap)
+        plan = emulated.on_device(plan, gpu, args)
     console = make_console()
     found = compare(plan, vars(args), Progress(not args.quiet))
     for mix, rows in found.mixes.items():

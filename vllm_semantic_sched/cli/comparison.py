@@ -200,7 +200,7 @@ def print_summary(console: Console, mix: str, rows: Rows, label: str = "") -> No
         urgent = (page.fixed(row.p99_ttft()), page.fixed(row.best.idle_ratio))
         table.add_row(row.scheduler.title, *urgent, waiting, f"{row.best.tokens_per_second:.0f}")
     table.caption = "time per token: from arrival to the last token, waiting included"
-    console.print(*[label] * bool(label))
+    console.print(label)
     console.print(table)
     console.print(page.gain_in_words(rows), soft_wrap=True)
 

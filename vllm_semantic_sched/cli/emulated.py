@@ -33,13 +33,9 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
     options = {name: "" if value is True else f" {value}" for name, value in _DEFAULTS.items()}
     defaults = (f"{_option(name)}{value}" for name, value in options.items())
     text = "an emulated GPU instead of this machine's device: a100, h100, h200, l4 or another of "
-    text += (
-        "`semsched profile`, or the file of an engine profile. vLLM is real, step times are those "
-    )
-    text += (
-        f"of the profile. Other defaults then: {', '.join(defaults)}, the seats of the GPU, and "
-    )
-    text += "an 8B model without weights, which is written into the output folder"
+    text += "`semsched profile`, or the file of an engine profile. vLLM is real, step times are "
+    text += f"those of the profile. Other defaults then: {', '.join(defaults)}, the seats of the "
+    text += "GPU, and an 8B model without weights, which is written into the output folder"
     parser.add_argument("--device", metavar="NAME|FILE", help=text)
 
 
@@ -52,7 +48,7 @@ def prepare(args: argparse.Namespace) -> "Gpu":
     if args.natural_ends or args.engines > 1:
         raise ValueError("--device: the device ends the answers, and has one engine")
     if args.model is None:
-        args.model = Path(args.output, "model")
+        args.model = _own_model(args)
         make_shape(args.model, tokenizer=True)
     gpu = find_gpu(args.device, args.model, args.output)
     given = {word.partition("=")[0] for word in args.words}
@@ -62,19 +58,23 @@ def prepare(args: argparse.Namespace) -> "Gpu":
     return gpu
 
 
+def _own_model(args: argparse.Namespace) -> Path:
+    return Path(args.output, "model")
+
+
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def on_device(plan: "RunPlan", gpu: "Gpu", overloaded: bool) -> "RunPlan":
-    """The plan with servers on the device, and its capacity, found in virtual time, if the load is
-    to be a multiple of it."""
+def on_device(plan: "RunPlan", gpu: "Gpu", args: argparse.Namespace) -> "RunPlan":
+    """The plan with servers on the device. If the load is to be a multiple of its capacity, that is
+    found in virtual time, but for another model on the first server."""
     server = plan.server
     limits = ("--max-model-len", str(_LONGEST), "--max-num-batched-tokens", str(_BUDGET))
     device = {"profile": gpu.profile, **gpu.memory}
     server = replace(server, device=device, extra_args=(*limits, *server.extra_args))
     capacity = None
-    if overloaded:
+    if plan.overload is not None and args.model == _own_model(args):
         load = plan.workloads[0].config
         # A process of its own: this one is to send requests, without an engine's heap.
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:

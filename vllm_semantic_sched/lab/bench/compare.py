@@ -175,9 +175,8 @@ class _Run:
         idle, idle_usage = self.idle[mix]
         usage, found = loaded.since(start), self._differences(records, workload, client)
         device = None
-        if (
-            server.config.device is not None
-        ):  # until the last arrival: then only long answers are left
+        if server.config.device is not None:
+            # Until the last arrival: then only long answers are left.
             end = begin + workload.requests[-1].arrival
             device = read_use(Path(server.config.device["trace"]), begin, end)
         return Round(visit.number, records, visit.name, idle, usage, idle_usage, found, device)
