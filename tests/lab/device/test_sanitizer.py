@@ -10,6 +10,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_semantic_sched.lab.bench.prompts import Lengths
 from vllm_semantic_sched.lab.device import virtual
@@ -583,7 +584,7 @@ def test_broken_remote_copies_are_found(break_it, extra, problem, asynchronous) 
 
 
 def structured(engine: VirtualEngine) -> Any:
-    """The device, with a request that samples by a grammar in the step that was submitted."""
+    """The device, a request that samples by a grammar in the step that was submitted, the step."""
     engine.send(LOAD)
     engine.run(until=0.3)
     output = engine.scheduler.schedule()
@@ -592,7 +593,7 @@ def structured(engine: VirtualEngine) -> Any:
     runner.submit(output)
     request = next(one for one in runner._pending.sampling if one is not None)
     request.structured = True
-    return runner, request
+    return runner, request, output
 
 
 def masks(*names: str, allowed: int = 40) -> GrammarOutput:
@@ -603,7 +604,7 @@ def masks(*names: str, allowed: int = 40) -> GrammarOutput:
 
 def test_device_obeys_the_mask() -> None:
     with VirtualEngine(EngineConfig(**ENGINE)) as engine:
-        runner, request = structured(engine)
+        runner, request, _ = structured(engine)
         names, tokens, _ = runner.sample(masks(request.name))
         assert tokens[names.index(request.name)] == [40]
 
@@ -611,16 +612,33 @@ def test_device_obeys_the_mask() -> None:
 @pytest.mark.parametrize(
     ("grammar", "problem"),
     [
-        (lambda name: None, "samples without the mask"),
         (lambda name: masks("another"), "has a mask, and samples by no grammar"),
         (lambda name: GrammarOutput([name], masks(name, name).grammar_bitmask), "2 masks for 1"),
     ],
 )
 def test_mask_of_another_request_is_found(grammar, problem) -> None:
     with VirtualEngine(EngineConfig(**ENGINE)) as engine:
-        runner, request = structured(engine)
+        runner, request, _ = structured(engine)
         with pytest.raises(DeviceError, match=problem):
             runner.sample(grammar(request.name))
+
+
+def test_token_without_a_mask_is_found() -> None:
+    """In the next step: a request that has ended meanwhile gets none either."""
+    with VirtualEngine(EngineConfig(**ENGINE)) as engine:
+        runner, request, output = structured(engine)
+        names, tokens, _ = runner.sample(None)
+        engine.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: index for index, name in enumerate(names)},
+                sampled_token_ids=tokens,
+            ),
+        )
+        with pytest.raises(DeviceError, match="goes on after a token without a mask") as error:
+            runner.begin(engine.scheduler.schedule())
+        assert error.value.request == request.name
 
 
 # The content of blocks, by itself

@@ -1,10 +1,10 @@
 """Models of all kinds on the emulated device, in virtual time."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from virtual_runs import run
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     MambaSpec,
@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vllm_semantic_sched.lab.device.load import Lengths, LoadConfig, LoadRequest, draw_load
+from vllm_semantic_sched.lab.device.load import Lengths, LoadConfig, draw_load
 from vllm_semantic_sched.lab.device.model import SHAPES
 from vllm_semantic_sched.lab.device.virtual import EngineConfig, VirtualEngine
 
@@ -24,6 +24,7 @@ GROUPS = {
     "deepseek-v2-lite": [(MLAAttentionSpec, 27)],
     "qwen3-30b-a3b": [(FullAttentionSpec, 48)],
     "granite-4.0-h-tiny": [(MambaSpec, 4)] * 9 + [(FullAttentionSpec, 4)],
+    "idefics3-8b": [(FullAttentionSpec, 32)],
     "e5-mistral-7b": [(FullAttentionSpec, 32)],
 }
 """Of vLLM: the kind and the number of layers."""
@@ -33,15 +34,17 @@ WEIGHTS = {
     "deepseek-v2-lite": 28.6,
     "qwen3-30b-a3b": 55.8,
     "granite-4.0-h-tiny": 12.72,
+    "idefics3-8b": 13.2,
     "e5-mistral-7b": 13.2,
 }
 """GiB, in 16 bits and without the embeddings."""
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_groups_and_blocks_are_those_of_the_model(shape) -> None:
+def test_groups_and_blocks_are_those_of_the_model(shape, models) -> None:
     """Of a device of 80 GiB: what the weights leave."""
-    with VirtualEngine(EngineConfig(shape=shape, kv_gib=None)) as engine:
+    model = models(shape) if shape == "idefics3-8b" else None
+    with VirtualEngine(EngineConfig(shape=shape, kv_gib=None, model=model)) as engine:
         config = engine.scheduler.kv_cache_config
         groups = [
             (type(group.kv_cache_spec), len(group.layer_names)) for group in config.kv_cache_groups
@@ -85,7 +88,7 @@ def test_preempted_requests_get_the_same_answers(shape, prefix_cache) -> None:
     """Their prompts share their beginnings."""
     config, blocks = LOADS[shape]
     load = draw_load(config)
-    options: dict[str, Any] = {"shape": shape, "prefix_cache": prefix_cache}
+    options: dict[str, Any] = {"shape": shape, "prefix_cache": prefix_cache, "max_model_len": 1200}
     plain, preempted = run(load, scheduler="fcfs", seats=24, **options)
     assert not preempted
     for scheduler in ("fcfs", "semantic"):
@@ -94,20 +97,3 @@ def test_preempted_requests_get_the_same_answers(shape, prefix_cache) -> None:
             got, preempted = run(load, blocks=blocks, seats=8, **options)
             assert got == plain
             assert preempted
-
-
-def run(load: Sequence[LoadRequest], **options: Any) -> tuple[dict[str, list[int]], list[str]]:
-    """The tokens of each request, and the requests that were preempted."""
-    preempted: list[str] = []
-    with VirtualEngine(EngineConfig(**{"max_model_len": 1200} | options)) as engine:
-        preempt = engine.scheduler._preempt_request
-
-        def note(request: Any, *args: Any, **more: Any) -> Any:
-            preempted.append(request.request_id)
-            return preempt(request, *args, **more)
-
-        engine.scheduler._preempt_request = note
-        engine.send(load)
-        engine.run()
-        assert all(one.ended is not None for one in engine.records.values())
-        return {one.name: one.tokens for one in engine.records.values()}, preempted

@@ -54,9 +54,9 @@ class Answer:
             return token
         return token + 1 if token + 1 < self.vocabulary else token - 1
 
-    def tokens(self, count: int) -> list[int]:
-        """The first `count` tokens."""
-        return [self.token(place) for place in range(count)]
+    def tokens(self, count: int | None = None) -> list[int]:
+        """The first `count` tokens, or all."""
+        return [self.token(place) for place in range(self.length if count is None else count)]
 
 
 def make_answer(

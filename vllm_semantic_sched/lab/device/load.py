@@ -35,10 +35,22 @@ class LoadConfig:
 
 
 @dataclass(frozen=True)
+class Image:
+    """An image that stands for `tokens` tokens of a prompt from `offset` on; with the same name, it
+    is the same."""
+
+    name: str
+    offset: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class LoadRequest:
     """A request that is sent `arrival` seconds after the start. `level`: None if the client states
-    none. `answer`: tokens, which no scheduler is told; `extra`: further fields for `vllm_xargs`;
-    `abort`: seconds after the start at which the client leaves, if it does."""
+    none. `answer`: tokens, which no scheduler is told (of an embedding model: numbers of the
+    vector); `extra`: further fields for `vllm_xargs`; `abort`: seconds after the start at which the
+    client leaves, if it does; `adapter`: number of a LoRA adapter, 0 for none; `schema`: JSON
+    schema of the answer, whose length then is the grammar's."""
 
     name: str
     arrival: float
@@ -47,6 +59,9 @@ class LoadRequest:
     answer: int
     extra: dict[str, Any] = field(default_factory=dict)
     abort: float | None = None
+    adapter: int = 0
+    images: tuple[Image, ...] = ()
+    schema: dict[str, Any] | None = None
 
 
 def trace_load(sizes: Sequence[Size], config: LoadConfig) -> list[LoadRequest]:

@@ -100,17 +100,59 @@ _EMBEDDING: dict[str, Any] = {
     "max_position_embeddings": 32_768,
     "sliding_window": None,
 }
+# Images of up to 1,456 by 1,456 pixels: 169 tokens for each tile of 364 by 364, and for the whole.
+_IMAGE_TOKENS = (
+    *("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"),
+    *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+)
+_IDEFICS3: dict[str, Any] = {
+    "architectures": ["Idefics3ForConditionalGeneration"],
+    "model_type": "idefics3",
+    "vocab_size": _VOCABULARY + 64,
+    "image_token_id": _VOCABULARY + 1,
+    "scale_factor": 2,
+    "text_config": _LLAMA | {"vocab_size": _VOCABULARY + 64},
+    "vision_config": {
+        "model_type": "idefics3_vision",
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "image_size": 364,
+        "patch_size": 14,
+    },
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _LLAMA,
     "sliding-8b": _LLAMA | _SLIDING,
     "deepseek-v2-lite": _LLAMA | _DEEPSEEK_V2_LITE,
     "qwen3-30b-a3b": _LLAMA | _QWEN3_30B,
     "granite-4.0-h-tiny": _LLAMA | _GRANITE_TINY,
+    "idefics3-8b": _LLAMA | _IDEFICS3,
     "e5-mistral-7b": _LLAMA | _EMBEDDING,
 }
 """Configurations, by name; all with the vocabulary of the tokenizer that is at hand."""
 DRAFTERS: dict[str, dict[str, Any]] = {"eagle-8b": _LLAMA | _EAGLE}
 """Models that draft tokens for others."""
+_FILES: dict[str, dict[str, Any]] = {
+    "e5-mistral-7b": {
+        "modules.json": [
+            {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+            {"idx": 1, "name": "1", "path": "pool", "type": "sentence_transformers.models.Pooling"},
+        ],
+        "pool/config.json": {"word_embedding_dimension": 4096, "pooling_mode_lasttoken": True},
+    },
+    "idefics3-8b": {
+        "preprocessor_config.json": {
+            "image_processor_type": "Idefics3ImageProcessor",
+            "do_image_splitting": True,
+            "size": {"longest_edge": 4 * 364},
+            "max_image_size": {"longest_edge": 364},
+        },
+        "processor_config.json": {"processor_class": "Idefics3Processor", "image_seq_len": 169},
+    },
+}
+"""Beside the configuration: what makes a model one for embeddings, or turns images into tokens."""
 
 
 def make_shape(folder: Path, shape: str = "llama-3.1-8b", tokenizer: bool = False) -> bool:
@@ -122,6 +164,18 @@ def make_shape(folder: Path, shape: str = "llama-3.1-8b", tokenizer: bool = Fals
         folder.mkdir(parents=True, exist_ok=True)
         if tokenizer:
             write_tokenizer(folder)
-        (folder / "config.json").write_text(json.dumps(config, indent=1))
+            if "vision_config" in config:
+                _add_image_tokens(folder)
+        for name, content in (_FILES.get(shape, {}) | {"config.json": config}).items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(json.dumps(content, indent=1))
 
     return write_once(folder, json.dumps([shape, tokenizer]), write)
+
+
+def _add_image_tokens(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    tokenizer.add_tokens(list(_IMAGE_TOKENS), special_tokens=True)
+    tokenizer.save_pretrained(str(folder))

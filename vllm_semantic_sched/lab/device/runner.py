@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-import numpy as np
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import (
     CachedRequestData,
@@ -18,7 +18,9 @@ from vllm.v1.core.sched.output import (
 
 from vllm_semantic_sched.lab.device.answers import Answer, make_answer
 from vllm_semantic_sched.lab.device.clocks import Clock, StepTime, Timeline
+from vllm_semantic_sched.lab.device.grammar import allowed_tokens
 from vllm_semantic_sched.lab.device.sanitizer import Chain, DeviceError, Group, Sanitizer, Table
+from vllm_semantic_sched.lab.device.settings import DeviceSettings
 from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
 
 
@@ -44,7 +46,8 @@ class Running:
     prompt: int  # tokens
     chain: Chain
     table: Table
-    answer: Answer | None  # None: it samples nothing (pooling)
+    answer: Answer
+    pooled: bool = False  # its answer is a vector, after the prompt's last token
     adapter: int = 0
     images: list[tuple[int, int, str]] = field(default_factory=list)  # first, after last, hash
     structured: bool = False
@@ -52,6 +55,7 @@ class Running:
     rejected: int = 0  # drafts, when it was last sampled
     sampled: int = 0  # step in which it was
     ahead: int = 0  # of these, those that the scheduler takes for accepted in this step
+    unmasked: int | None = None  # tokens before one that was sampled without its grammar's mask
 
     @property
     def name(self) -> str:
@@ -84,11 +88,9 @@ class Runner:
         blocks: int,
         limits: Limits,
         clock: Clock,
-        noise: float = 0.0,
-        seed: int = 0,
-        acceptance: float = 0.0,
+        settings: DeviceSettings,
     ) -> None:
-        self.profile, self.limits, self.clock = profile, limits, clock
+        self.profile, self.limits, self.clock, self.settings = profile, limits, clock, settings
         self.sanitizer = Sanitizer(groups, blocks)
         self.timeline = Timeline()
         self.finished_step: Callable[[StepTime], None] = lambda time: None
@@ -96,13 +98,13 @@ class Runner:
         self.number = 0  # of the last step
         self.host_seconds = 0.0  # that pass before a step is submitted, on a virtual clock
         self.loads_failed = False  # tokens that followed a failed load are sampled again
-        self._acceptance = acceptance
         self._drafted: list[Running] = []  # in the last step
         self.fetched = clock.now()  # when the last output was
         self._begun = 0.0
         self._encoded: set[str] = set()
+        self._adapters: dict[int, None] = {}  # on the device, the latest used last
         self._pending: Pending | None = None
-        self._noise, self._random = noise, random.Random(seed)
+        self._random = random.Random(settings.seed)
 
     # Submitting a step
 
@@ -131,7 +133,7 @@ class Runner:
         self.sanitizer.clear(output.new_block_ids_to_zero or ())
         for copy in output.kv_cache_block_copies or ():
             self.sanitizer.duplicate(copy.src_block_id, copy.dst_block_id)
-        self._encode(output.scheduled_encoder_inputs)
+        loading = self._load_adapters(output) + self._encode(output.scheduled_encoder_inputs)
         cached = output.scheduled_cached_reqs
         starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         starts |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -145,13 +147,15 @@ class Runner:
             start = starts[name] - request.ahead
             drafts[name] = self._drafts(request, start + count, given.get(name, ()))
             sampling.append(self._compute(request, start, start + count, batch, drafts[name]))
-        seconds = self.profile.step(batch) * math.exp(self._random.gauss(0.0, self._noise))
+        noise = math.exp(self._random.gauss(0.0, self.settings.noise))
+        seconds = (self.profile.step(batch) + loading) * noise
         time = self.timeline.step(now, seconds, self.number, batch)
         time.host = self._begun - self.fetched
         self._pending = Pending(list(output.num_scheduled_tokens), sampling, drafts, time)
 
     def sample(self, grammar: GrammarOutput | None) -> tuple[list[str], list[list[int]], StepTime]:
-        """The requests of the step that was submitted, the tokens of each, and its time."""
+        """The requests of the step that was submitted, the tokens of each (or the numbers of its
+        vector), and its time."""
         pending, self._pending = self._pending, None
         if pending is None:
             raise DeviceError("no step was submitted")
@@ -160,8 +164,9 @@ class Runner:
             [] if request is None else self._sample(request, pending, masks)
             for request in pending.sampling
         ]
-        pending.time.sampled = sum(map(len, tokens))
         self._drafted = [one for one in pending.sampling if one is not None]
+        if not any(one.pooled for one in self._drafted):
+            pending.time.sampled = sum(map(len, tokens))
         self.finished_step(pending.time)
         return pending.order, tokens, pending.time
 
@@ -186,21 +191,28 @@ class Runner:
         adapter = new.lora_request.lora_int_id if new.lora_request else 0
         hashes = {first: hash_of(key) for first, _, key in images}
         chain = Chain(tokens, adapter, hashes)
-        params = new.sampling_params
+        params = new.sampling_params or new.pooling_params
+        if params is None:
+            raise DeviceError("neither samples nor pools", name, self.number)
         self.requests[name] = Running(
             tokens,
             len(prompt),
             chain,
             self.sanitizer.table(name, chain, new.block_ids),
-            None if params is None else self.answer(prompt, params),
+            self.answer(prompt, params),
+            isinstance(params, PoolingParams),
             adapter,
             images,
-            params is not None and params.structured_outputs is not None,
+            isinstance(params, SamplingParams) and params.structured_outputs is not None,
         )
 
-    def answer(self, prompt: list[int], params: SamplingParams) -> Answer:
+    def answer(self, prompt: list[int], params: SamplingParams | PoolingParams) -> Answer:
         """What the device answers to a prompt."""
         limits = self.limits
+        if isinstance(params, PoolingParams):
+            return make_answer(
+                prompt, limits.vocabulary, limits.end_token, extra_args=params.extra_kwargs
+            )
         return make_answer(
             *(prompt, limits.vocabulary, limits.end_token),
             extra_args=params.extra_args,
@@ -218,6 +230,8 @@ class Runner:
             count = request.prompt + outputs
             request.ahead = self._ahead(request, count)
             self._agree(request, count - request.ahead, cached.all_token_ids.get(name))
+            if request.unmasked is not None and request.unmasked < len(request.tokens):
+                raise DeviceError("goes on after a token without a mask", name, self.number)
             if name in cached.resumed_req_ids:
                 self.sanitizer.drop(request.table)
                 request.table = self.sanitizer.table(name, request.chain, blocks or ())
@@ -253,11 +267,13 @@ class Runner:
     ) -> list[int]:
         """The drafts of a request that are right, and the token after them."""
         answer, drafts = request.answer, pending.drafts[request.name]
+        if request.pooled:
+            return answer.tokens()
         known = len(request.tokens) - len(drafts)
         request.chain.truncate(known)
-        if answer is None:
-            return []
         allowed = masks.get(request.name)
+        if request.structured and allowed is None:
+            request.unmasked = known
         tokens = []
         for place in range(len(drafts) + 1):
             token = answer.token(
@@ -271,7 +287,7 @@ class Runner:
         self.sanitizer.forget(request.table, len(request.tokens) - 1)
         first = len(request.tokens) - request.prompt
         request.drafts = [
-            answer.draft(first + place, self._acceptance) for place in range(self.limits.drafts)
+            answer.draft(first + place, self.settings.acceptance) for place in range(self.limits.drafts)
         ]
         return tokens
 
@@ -333,35 +349,55 @@ class Runner:
             if wrong:
                 raise DeviceError(problem, next(iter(counts), None), self.number)
 
-    def _encode(self, inputs: dict[str, list[int]]) -> None:
+    def _load_adapters(self, output: SchedulerOutput) -> float:
+        """Seconds that it takes to load the adapters of a step; the longest unused ones make
+        room."""
+        seconds = 0.0
+        for name in output.num_scheduled_tokens:
+            request = self.requests.get(name)
+            if request is None or not request.adapter:
+                continue
+            if request.adapter not in self._adapters:
+                seconds += self.settings.adapter_seconds
+            self._adapters.pop(request.adapter, None)
+            self._adapters[request.adapter] = None
+        for unused in list(self._adapters)[: -self.limits.adapters or None]:
+            del self._adapters[unused]
+        return seconds
+
+    def _encode(self, inputs: dict[str, list[int]]) -> float:
+        """Encode images; the seconds that it takes."""
+        tokens = 0
         for name, indices in inputs.items():
-            self._encoded.update(self.requests[name].images[index][2] for index in indices)
+            for first, after, key in (self.requests[name].images[index] for index in indices):
+                self._encoded.add(key)
+                tokens += after - first
+        return tokens * self.settings.image_token_seconds
 
     def _masks(self, grammar: GrammarOutput | None, pending: Pending) -> dict[str, list[list[int]]]:
-        """Tokens that the grammars allow, by request: at the place of each draft, and after it."""
+        """Tokens that the grammars allow, by request: at the place of each draft, and after it. One
+        that has ended at the scheduler, which the device does not know yet, has none."""
         structured = {one.name for one in pending.sampling if one is not None and one.structured}
         named = [] if grammar is None else grammar.structured_output_request_ids
         for name in named:
             if name not in structured:
                 raise DeviceError("has a mask, and samples by no grammar", name, self.number)
-        for name in structured.difference(named):
-            raise DeviceError("samples without the mask of its grammar", name, self.number)
         if grammar is None:
             return {}
-        bits = np.unpackbits(grammar.grammar_bitmask.view(np.uint8), axis=1, bitorder="little")
+        masks = grammar.grammar_bitmask
         counts = [1 + len(pending.drafts[name]) for name in named]
-        if len(bits) != sum(counts):
-            problem = f"{len(bits)} masks for {sum(counts)} tokens"
+        if len(masks) != sum(counts):
+            problem = f"{len(masks)} masks for {sum(counts)} tokens"
             raise DeviceError(problem, next(iter(named), None), self.number)
         # Behind the last draft that a grammar allows, masks allow everything.
         right = getattr(grammar, "num_acceptable_drafts", None) or [0] * len(named)
         for name, count in zip(named, right, strict=True):
             drafts = pending.drafts[name]
             drafts[count:] = [-1] * len(drafts[count:])
-        rows = iter(bits)
+        rows, size = iter(masks), self.limits.vocabulary
         return {
-            name: [np.flatnonzero(next(rows)[: self.limits.vocabulary]).tolist() for _ in range(n)]
-            for name, n in zip(named, counts, strict=True)
+            name: [allowed_tokens(next(rows), size) for _ in range(count)]
+            for name, count in zip(named, counts, strict=True)
         }
 
 

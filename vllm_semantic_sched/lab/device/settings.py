@@ -22,6 +22,11 @@ class DeviceSettings(Section):
     """Memory for KV; unset: what the weights leave of `memory_gib`."""
     memory_gib: float = Field(80.0, gt=0)
     """Memory of the device; vLLM uses the part `--gpu-memory-utilization` of it."""
+    adapter_seconds: float = Field(0.008, ge=0)
+    """Time that a step takes longer for each LoRA adapter that it needs and the device does not
+    hold: 160 MiB at 20 GiB/s by default."""
+    image_token_seconds: float = Field(2e-5, ge=0)
+    """Time that a step takes longer for each token of an image that it encodes."""
     noise: float = Field(0.0, ge=0, lt=1)
     """Standard deviation of the logarithm of step times."""
     seed: int = 0

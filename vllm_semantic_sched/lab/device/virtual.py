@@ -14,8 +14,11 @@ import yaml
 from vllm.config import VllmConfig
 from vllm.config import vllm as vllm_config_module
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.platforms.cpu import CpuPlatform
-from vllm.sampling_params import SamplingParams
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, core
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
@@ -25,8 +28,9 @@ from vllm_semantic_sched.engine.startup.settings import SWAP_CONNECTOR
 from vllm_semantic_sched.lab.bench.workload import ANSWER_FIELD
 from vllm_semantic_sched.lab.device.answers import Answer
 from vllm_semantic_sched.lab.device.clocks import StepTime, VirtualClock
+from vllm_semantic_sched.lab.device.grammar import constrained_tokens
 from vllm_semantic_sched.lab.device.launch import keep_scheduling_mode
-from vllm_semantic_sched.lab.device.load import LoadRequest
+from vllm_semantic_sched.lab.device.load import Image, LoadRequest
 from vllm_semantic_sched.lab.device.model import SHAPES, make_shape
 from vllm_semantic_sched.lab.device.sanitizer import DeviceError
 from vllm_semantic_sched.lab.device.settings import KEY, WORKER
@@ -45,10 +49,11 @@ class EngineConfig:
     predictor is switched off unless `predictor`. `profile`: of the device; `given_profile`: what
     the scheduler is told, if that differs. `swap_gib`: host memory of our swap connector, if any;
     `connector`: another `--kv-transfer-config`. `host_seconds`: of each step's work on the host,
-    before it is submitted. `model`: folder for a model of this `shape` with a tokenizer; by default
-    it is a temporary one, without. `drafts`: tokens that a drafter guesses for each request in a
-    step, by the method `drafter` of `--speculative-config`; `acceptance`: share of these that is
-    right. `runner`: the model runner of vLLM, 1 or 2, in whose place the device stands."""
+    before it is submitted. `model`: folder for a model of this `shape` with a tokenizer, which
+    grammars need; by default it is a temporary one, without. `drafts`: tokens that a drafter
+    guesses for each request in a step, by the method `drafter` of `--speculative-config`;
+    `acceptance`: share of these that is right. `runner`: the model runner of vLLM, 1 or 2, in whose
+    place the device stands. `adapters`: that fit into a step."""
 
     scheduler: str = "semantic"
     policy: str | Path | dict[str, Any] = "ems"
@@ -74,6 +79,7 @@ class EngineConfig:
     drafter: str = "eagle"
     acceptance: float = 0.7
     runner: int = 1
+    adapters: int = 0
     options: dict[str, Any] = field(default_factory=dict)  # of vLLM's EngineArgs
 
 
@@ -132,7 +138,7 @@ class VirtualEngine:
         self.clock = VirtualClock()
         self.records: dict[str, Record] = {}
         self.steps: list[StepTime] = []
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, tuple[Answer, SamplingParams | PoolingParams]] = {}
         self._waiting: list[tuple[float, int, Callable[[], None]]] = []  # by time, latest first
         self._aborts: list[tuple[float, str]] = []
         self._stack = ExitStack()
@@ -179,9 +185,10 @@ class VirtualEngine:
 
     def add(self, one: LoadRequest) -> None:
         """Send a request now."""
-        request = _engine_request(one, self.config, self.clock.now())
-        assert request.sampling_params is not None
-        self._answers[one.name] = self.runner.answer(list(one.prompt), request.sampling_params)
+        pooled = self.core.is_pooling_model
+        request = _engine_request(one, self.config, pooled, self.clock.now())
+        answer = self.runner.answer(list(one.prompt), request.params)
+        self._answers[one.name] = answer, request.params
         self.records[one.name] = Record(
             one.name, one.level, len(one.prompt), one.answer, one.arrival
         )
@@ -242,16 +249,25 @@ class VirtualEngine:
             if one.new_token_ids and record.first_token is None:
                 record.first_token = now
             record.tokens += one.new_token_ids
+            if one.pooling_output is not None:
+                record.first_token = now
+                record.tokens += one.pooling_output.tolist()
             if one.finish_reason is not None:
                 record.ended, record.reason = now, str(one.finish_reason)
                 self._check(record)
 
     def _check(self, record: Record) -> None:
         """The answer of a request must be the one that belongs to its prompt."""
-        answer = self._answers[record.name]
-        if record.tokens != answer.tokens(len(record.tokens)):
+        answer, params = self._answers[record.name]
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            backend = self.core.structured_output_manager.backend
+            assert backend is not None
+            right = constrained_tokens(answer, params, backend)
+        else:
+            right = answer.tokens(max(answer.length, len(record.tokens)))
+        if record.tokens != right[: len(record.tokens)]:
             raise DeviceError("got another answer", record.name, self.runner.number)
-        if record.reason == "stop" and len(record.tokens) != answer.length:
+        if record.reason == "stop" and len(record.tokens) != len(right):
             raise DeviceError("ended at another length", record.name, self.runner.number)
 
 
@@ -301,6 +317,7 @@ def _make_core(config: EngineConfig, folder: Path) -> EngineCore:
         "num_gpu_blocks_override": config.blocks,
         "enable_prefix_caching": config.prefix_cache,
         "async_scheduling": config.asynchronous,
+        "mm_processor_cache_gb": 0,  # images come without their data
     }
     device = {"profile": config.profile, "kv_gib": config.kv_gib, "noise": config.noise}
     device |= {"memory_gib": config.memory_gib, "acceptance": config.acceptance}
@@ -314,6 +331,8 @@ def _make_core(config: EngineConfig, folder: Path) -> EngineCore:
         given["scheduler_cls"] = "vllm_semantic_sched.SemanticScheduler"
     else:
         given["scheduling_policy"] = config.scheduler
+    if config.adapters:
+        given |= {"enable_lora": True, "max_loras": config.adapters}
     if config.swap_gib is not None:
         extra = {"kv_connector_extra_config": {"host_gib": config.swap_gib}}
         given["kv_transfer_config"] = SWAP_CONNECTOR | extra
@@ -330,7 +349,10 @@ def _make_core(config: EngineConfig, folder: Path) -> EngineCore:
     )
     vllm_config = arguments.create_engine_config()
     with _quick_start():
-        return EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=True)
+        engine = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=True)
+    # Compiled by a thread, grammars would be ready at any step.
+    engine.structured_output_manager._use_async_grammar_compilation = False
+    return engine
 
 
 def _drafter(config: EngineConfig, folder: Path) -> dict[str, Any]:
@@ -373,21 +395,43 @@ def _policy(config: EngineConfig) -> dict[str, Any]:
     return data
 
 
-def _engine_request(one: LoadRequest, config: EngineConfig, now: float) -> EngineCoreRequest:
-    extra = {ANSWER_FIELD: [one.answer, SHAPES[config.shape]["eos_token_id"]]} | one.extra
+def _engine_request(
+    one: LoadRequest, config: EngineConfig, pooled: bool, now: float
+) -> EngineCoreRequest:
+    end = SHAPES[config.shape]["eos_token_id"]
+    extra = {ANSWER_FIELD: [one.answer, end]} | one.extra
     if config.scheduler == "semantic" and one.level is not None:
         extra.setdefault("urgency", one.level)
-    params = SamplingParams(max_tokens=config.max_model_len, temperature=0, extra_args=extra)
-    params.update_from_generation_config({}, SHAPES[config.shape]["eos_token_id"])
     return EngineCoreRequest(
         request_id=one.name,
         prompt_token_ids=list(one.prompt),
-        mm_features=None,
-        sampling_params=params,
-        pooling_params=None,
+        mm_features=[_feature(image) for image in one.images] or None,
+        sampling_params=None if pooled else _sampling_params(one, config, extra, end),
+        pooling_params=PoolingParams(task="embed", extra_kwargs=extra) if pooled else None,
         arrival_time=now,
-        lora_request=None,
+        lora_request=LoRARequest(f"adapter {one.adapter}", one.adapter, "/nowhere")
+        if one.adapter
+        else None,
         cache_salt=None,
         data_parallel_rank=None,
         priority=(one.level or 0) if config.scheduler == "priority" else 0,
+    )
+
+
+def _sampling_params(
+    one: LoadRequest, config: EngineConfig, extra: dict[str, Any], end: int
+) -> SamplingParams:
+    params = SamplingParams(max_tokens=config.max_model_len, temperature=0, extra_args=extra)
+    if one.schema is not None:
+        params.structured_outputs = StructuredOutputsParams(json=one.schema)
+        params.structured_outputs._backend = "xgrammar"  # as vLLM's API server chooses it
+    params.update_from_generation_config({}, end)
+    return params
+
+
+def _feature(image: Image) -> MultiModalFeatureSpec:
+    """As vLLM's API server sends it, but without the pixels."""
+    place = PlaceholderRange(offset=image.offset, length=image.tokens)
+    return MultiModalFeatureSpec(
+        data=None, modality="image", identifier=image.name, mm_position=place
     )

@@ -89,10 +89,7 @@ class EmulatedWorker(WorkerBase):
         ]
         settings = self.settings
         self.runner = Runner(
-            *(self.profile, groups, config.num_blocks, self._limits(), self.clock),
-            noise=settings.noise,
-            seed=settings.seed,
-            acceptance=settings.acceptance,
+            *(self.profile, groups, config.num_blocks, self._limits(), self.clock), settings
         )
         if self._trace is not None:
             self.runner.finished_step = self._write
@@ -126,7 +123,11 @@ class EmulatedWorker(WorkerBase):
         return CompilationTimes(0.0, 0.0)
 
     def get_supported_tasks(self) -> tuple[str, ...]:
-        return ("generate",)
+        return ("embed",) if self._pools else ("generate",)
+
+    @property
+    def _pools(self) -> bool:
+        return bool(self.model_config.runner_type == "pooling")
 
     def get_kv_connector_handshake_metadata(self) -> dict[Any, Any] | None:
         return None
@@ -143,7 +144,9 @@ class EmulatedWorker(WorkerBase):
     def reset_encoder_cache(self) -> None:
         pass
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+    def execute_model(
+        self, scheduler_output: SchedulerOutput
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         runner = self.runner
         runner.begin(scheduler_output)
         self._start_copies(scheduler_output)
@@ -154,14 +157,17 @@ class EmulatedWorker(WorkerBase):
             return ModelRunnerOutput.with_kv_conn_output_only(moved)
         runner.submit(scheduler_output)
         self._moved = self._end_copies(scheduler_output)
-        return None
+        return self.sample_tokens(None) if self._pools else None
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
         names, tokens, time = self.runner.sample(grammar_output)
         output = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=tokens,
+            sampled_token_ids=[] if self._pools else tokens,
+            pooler_output=[torch.tensor(few) if few else None for few in tokens]
+            if self._pools
+            else None,
             kv_connector_output=self._moved,
         )
         return LaterOutput(output, time.end, self.runner)

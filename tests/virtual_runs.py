@@ -1,0 +1,24 @@
+"""Loads on the emulated device, in virtual time."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_semantic_sched.lab.device.load import LoadRequest
+from vllm_semantic_sched.lab.device.virtual import EngineConfig, VirtualEngine
+
+
+def run(load: Sequence[LoadRequest], **options: Any) -> tuple[dict[str, list[int]], list[str]]:
+    """The tokens of each request, and the requests that were preempted."""
+    preempted: list[str] = []
+    with VirtualEngine(EngineConfig(**options)) as engine:
+        preempt = engine.scheduler._preempt_request
+
+        def note(request: Any, *args: Any, **more: Any) -> Any:
+            preempted.append(request.request_id)
+            return preempt(request, *args, **more)
+
+        engine.scheduler._preempt_request = note
+        engine.send(load)
+        engine.run()
+        assert all(one.ended is not None for one in engine.records.values())
+        return {one.name: one.tokens for one in engine.records.values()}, preempted
