@@ -21,6 +21,7 @@ from vllm_semantic_sched.lab.bench.results import Round
 from vllm_semantic_sched.lab.bench.schedulers import NAMES, parse_schedulers
 from vllm_semantic_sched.lab.bench.usage import STEPS
 from vllm_semantic_sched.lab.device.gpus import SHIPPED
+from vllm_semantic_sched.lab.device.model import SHAPES
 
 WORKLOAD = fake_workload()
 
@@ -203,3 +204,26 @@ def test_overhead_measures_every_policy_and_size(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "whole step" in printed and "preempts for it" in printed
     assert max(map(len, printed.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("shape", ["llama-3.1-8b", "idefics3-8b", "e5-mistral-7b"])
+def test_model_of_a_shape_has_a_tokenizer_and_no_weights(shape, tmp_path, capsys):
+    pytest.importorskip("mistral_common")
+    command = ["bench", "make-model", str(tmp_path), "--shape", shape]
+    for said in ("wrote", "already there:"):
+        assert not main(command)
+        assert capsys.readouterr().out == f"{said} {tmp_path}\n"
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config == SHAPES[shape]
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    image = {one["content"]: one["id"] for one in tokenizer["added_tokens"]}.get("<image>")
+    assert image == config.get("image_token_id")
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("options", [["--help"], ["--shape", "llama-9"]])
+def test_shapes_are_named(options, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "make-model", str(tmp_path), *options])
+    printed = capsys.readouterr()
+    assert all(shape in (printed.out + printed.err).replace("\n", "") for shape in SHAPES)

@@ -11,6 +11,7 @@ from vllm_semantic_sched.cli.console import make_console, print_table, save_page
 from vllm_semantic_sched.lab.bench import overhead
 from vllm_semantic_sched.lab.bench.tiny_model import SIZES, make_model
 from vllm_semantic_sched.lab.bench.workload import WorkloadConfig
+from vllm_semantic_sched.lab.device.model import SHAPES, make_shape
 from vllm_semantic_sched.policy.config import load_policy
 
 _STOCK = "stock"
@@ -45,13 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--requests", type=int, nargs="+", default=[10_000, 100_000], metavar="N", help=text)
     add("--scenario", default=overhead.SCENARIO, metavar="FILE|NAME", help="default: %(default)s")
 
-    text = "write a small model: of random weights, or a real one"
-    add = command("make-model", _run_make_model, text).add_argument
-    add("directory", type=Path, help="folder to write")
+    text = "write a small model of random weights or a real one, or a large one without weights"
+    parser = command("make-model", _run_make_model, text)
+    parser.add_argument("directory", type=Path, help="folder to write")
+    text = "longest sequence, instead of the size's"
+    parser.add_argument("--max-model-len", type=int, help=text)
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--size", choices=SIZES, default="tiny", help="shape of the model (default: %(default)s)")
     text = "instead: SmolLM2-135M-Instruct, a real chat model, from the package registry"
     add("--real", action="store_true", help=text)
-    add("--size", choices=SIZES, default="tiny", help="shape of the model (default: %(default)s)")
-    add("--max-model-len", type=int, help="longest sequence, instead of the size's")
+    text = "instead: configuration and tokenizer of such a model, for the emulated GPU"
+    add("--shape", choices=SHAPES, help=text)
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -251,6 +256,8 @@ def _run_make_model(args: argparse.Namespace) -> None:
         from vllm_semantic_sched.lab.bench.real_model import make_real_model
 
         written = make_real_model(args.directory)
+    elif args.shape:
+        written = make_shape(args.directory, args.shape, tokenizer=True)
     else:
         shape = SIZES[args.size]
         longest = args.max_model_len or shape.max_position_embeddings
