@@ -154,6 +154,21 @@ def test_image_used_after_it_was_freed_is_found(options) -> None:
             engine.run()
 
 
+def test_image_is_encoded_again_after_a_reset(options) -> None:
+    load = [
+        replace(with_image(LOAD[0], "cat", 200), name=name, arrival=moment)
+        for name, moment in (("a", 0.0), ("b", 60.0))
+    ]
+    with VirtualEngine(EngineConfig(**options("images"))) as engine:
+        engine.send(load)
+        engine.run(until=30.0)
+        assert engine.runner.encoded == {"cat"}
+        engine.core.reset_encoder_cache()
+        assert not engine.runner.encoded
+        engine.run()
+        assert engine.runner.encoded == {"cat"}
+
+
 # Grammars
 
 

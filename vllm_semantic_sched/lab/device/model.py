@@ -110,6 +110,7 @@ _IDEFICS3: dict[str, Any] = {
     "model_type": "idefics3",
     "vocab_size": _VOCABULARY + 64,
     "image_token_id": _VOCABULARY + 1,
+    "pad_token_id": 2,
     "scale_factor": 2,
     "text_config": _LLAMA | {"vocab_size": _VOCABULARY + 64},
     "vision_config": {

@@ -16,6 +16,7 @@ from vllm.v1.core.sched.output import (
     SchedulerOutput,
 )
 
+from vllm_semantic_sched.lab.bench.workload import ANSWER_FIELD
 from vllm_semantic_sched.lab.device.answers import Answer, make_answer
 from vllm_semantic_sched.lab.device.clocks import Clock, StepTime, Timeline
 from vllm_semantic_sched.lab.device.grammar import allowed_tokens
@@ -36,6 +37,7 @@ class Limits:
     adapters: int = 0  # in a step
     drafts: int = 0  # for a request, in a step
     ahead: bool = False  # steps are scheduled before the last one's tokens are known
+    vector: int = 0  # numbers of an embedding
 
 
 @dataclass(eq=False)
@@ -78,6 +80,7 @@ class Runner:
     Attributes:
         sanitizer: checks each block that a step reads or writes.
         timeline: the device's queues.
+        encoded: names of the images whose encodings the device holds.
         finished_step: called with the time of each step once it is sampled.
     """
 
@@ -101,10 +104,15 @@ class Runner:
         self._drafted: list[Running] = []  # in the last step
         self.fetched = clock.now()  # when the last output was
         self._begun = 0.0
-        self._encoded: set[str] = set()
+        self.encoded: set[str] = set()
         self._adapters: dict[int, None] = {}  # on the device, the latest used last
         self._pending: Pending | None = None
         self._random = random.Random(settings.seed)
+
+    @property
+    def adapters(self) -> set[int]:
+        """LoRA adapters on the device."""
+        return set(self._adapters)
 
     # Submitting a step
 
@@ -120,7 +128,7 @@ class Runner:
         for name in output.finished_req_ids:
             if (ended := self.requests.pop(name, None)) is not None:
                 self.sanitizer.drop(ended.table)
-        self._encoded.difference_update(output.free_encoder_mm_hashes)
+        self.encoded.difference_update(output.free_encoder_mm_hashes)
         for new in output.scheduled_new_reqs:
             self._admit(new)
         self._go_on(output.scheduled_cached_reqs)
@@ -210,9 +218,8 @@ class Runner:
         """What the device answers to a prompt."""
         limits = self.limits
         if isinstance(params, PoolingParams):
-            return make_answer(
-                prompt, limits.vocabulary, limits.end_token, extra_args=params.extra_kwargs
-            )
+            width = {ANSWER_FIELD: [limits.vector, limits.end_token]} | (params.extra_kwargs or {})
+            return make_answer(prompt, limits.vocabulary, limits.end_token, extra_args=width)
         return make_answer(
             *(prompt, limits.vocabulary, limits.end_token),
             extra_args=params.extra_args,
@@ -321,7 +328,7 @@ class Runner:
             problem = f"has more than {self.limits.length} tokens"
             raise DeviceError(problem, request.name, self.number)
         for first, after, key in request.images:
-            if first < end and start < after and key not in self._encoded:
+            if first < end and start < after and key not in self.encoded:
                 raise DeviceError(f"uses image {key}, not encoded", request.name, self.number)
         request.tokens += drafts  # until they are verified: their KV is written
         self.sanitizer.compute(request.table, start, end)
@@ -370,7 +377,7 @@ class Runner:
         tokens = 0
         for name, indices in inputs.items():
             for first, after, key in (self.requests[name].images[index] for index in indices):
-                self._encoded.add(key)
+                self.encoded.add(key)
                 tokens += after - first
         return tokens * self.settings.image_token_seconds
 

@@ -6,6 +6,7 @@ from typing import Any, TextIO
 import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
 from vllm.v1.outputs import (
@@ -107,6 +108,7 @@ class EmulatedWorker(WorkerBase):
             self.lora_config.max_loras if self.lora_config else 0,
             self.vllm_config.num_speculative_tokens,
             bool(scheduler.async_scheduling),
+            self.model_config.get_hidden_size(),
         )
 
     def _connect(self, config: KVCacheConfig) -> None:
@@ -142,7 +144,19 @@ class EmulatedWorker(WorkerBase):
         pass
 
     def reset_encoder_cache(self) -> None:
-        pass
+        self.runner.encoded.clear()
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        return True
+
+    def pin_lora(self, lora_id: int) -> bool:
+        return True
+
+    def list_loras(self) -> set[int]:
+        return self.runner.adapters
 
     def execute_model(
         self, scheduler_output: SchedulerOutput
