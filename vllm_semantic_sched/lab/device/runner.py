@@ -294,7 +294,8 @@ class Runner:
         self.sanitizer.forget(request.table, len(request.tokens) - 1)
         first = len(request.tokens) - request.prompt
         request.drafts = [
-            answer.draft(first + place, self.settings.acceptance) for place in range(self.limits.drafts)
+            answer.draft(first + place, self.settings.acceptance)
+            for place in range(self.limits.drafts)
         ]
         return tokens
 

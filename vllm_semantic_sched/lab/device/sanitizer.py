@@ -53,12 +53,14 @@ class Group:
     """A group of layers that share a block table. `window`: tokens that they see, if not all.
     `state`: a block holds the state after one token instead of the KV of each (Mamba). `exported`:
     whether a step that computes tokens from one place to another also leaves the state of a place
-    between them, as that place and the number of the block in the table."""
+    between them, as that place and the number of the block in the table. `checked`: not where drafts
+    are verified on states, each of which vLLM keeps in a block of its own."""
 
     block_size: int
     window: int | None = None
     state: bool = False
     exported: Callable[[int, int], tuple[int, int] | None] = lambda start, end: None
+    checked: bool = True
 
 
 class Chain:
@@ -171,6 +173,8 @@ class Sanitizer:
     def compute(self, table: Table, start: int, end: int) -> None:
         """A request reads the KV of its tokens before `start` and writes those up to `end`."""
         for number, group in enumerate(self.groups):
+            if not group.checked:
+                continue
             self._room(table, number, end)
             if group.state:
                 self._advance(table, number, start, end)

@@ -85,6 +85,7 @@ class EmulatedWorker(WorkerBase):
                 getattr(group.kv_cache_spec, "sliding_window", None),
                 isinstance(group.kv_cache_spec, MambaSpec),
                 exported_states(group.kv_cache_spec, config),
+                not getattr(group.kv_cache_spec, "num_speculative_blocks", 0),
             )
             for group in config.kv_cache_groups
         ]
