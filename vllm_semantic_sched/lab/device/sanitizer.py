@@ -53,8 +53,8 @@ class Group:
     """A group of layers that share a block table. `window`: tokens that they see, if not all.
     `state`: a block holds the state after one token instead of the KV of each (Mamba). `exported`:
     whether a step that computes tokens from one place to another also leaves the state of a place
-    between them, as that place and the number of the block in the table. `checked`: not where drafts
-    are verified on states, each of which vLLM keeps in a block of its own."""
+    between them, as that place and the number of the block in the table. `checked`: not where
+    drafts are verified on states, each of which vLLM keeps in a block of its own."""
 
     block_size: int
     window: int | None = None
