@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.config import vllm as vllm_config_module
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.models import registry
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.platforms.cpu import CpuPlatform
 from vllm.pooling_params import PoolingParams
@@ -347,8 +348,8 @@ def _make_core(config: EngineConfig, folder: Path) -> EngineCore:
         additional_config=additional,
         **(given | config.options),
     )
-    vllm_config = arguments.create_engine_config()
     with _quick_start():
+        vllm_config = arguments.create_engine_config()
         engine = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=True)
     # Compiled by a thread, grammars would be ready at any step.
     engine.structured_output_manager._use_async_grammar_compilation = False
@@ -368,9 +369,10 @@ def _drafter(config: EngineConfig, folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _quick_start() -> Iterator[None]:
-    """Leave out what only a process of its own needs, and takes a second: a frozen heap, and
-    kernels that nobody launches."""
+    """Leave out what only a process of its own needs, and takes a second: a frozen heap, kernels
+    that nobody launches, and another process that looks at the model's class."""
     with (
+        patch.object(registry, "_run_in_subprocess", lambda look: look()),
         patch.object(core, "freeze_gc_heap", lambda: None),
         patch.object(CpuPlatform, "register_triton_kernel_overrides", lambda platform: None),
     ):
