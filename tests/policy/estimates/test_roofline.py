@@ -257,7 +257,7 @@ SHIPPED = {
 def peak_seconds(config: dict, peak: float, tokens: int) -> float:
     """Arithmetic of a prompt at the peak, and nothing else."""
     model = shape(config)
-    attention = 2 * model.layers * model.heads * model.head_dim * tokens**2
+    attention = 2 * model.full_layers * model.heads * model.head_dim * tokens**2
     return (2 * model.active_parameters * tokens + attention) / (peak * 1e12)
 
 
