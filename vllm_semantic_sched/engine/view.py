@@ -231,7 +231,8 @@ class VllmView:
 
     def is_skipped(self, request: Request) -> bool:
         """Whether vLLM cannot admit a waiting request in this step, whatever is free."""
-        if not vllm_api.is_ready(self.scheduler, request):
+        scheduler = self.scheduler
+        if not vllm_api.is_ready(scheduler, request) or vllm_api.lacks_lookup(scheduler, request):
             return True
         if self._adapters is None:
             self._adapters = vllm_api.adapters_in_use(self.scheduler)

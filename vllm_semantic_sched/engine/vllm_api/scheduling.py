@@ -96,6 +96,14 @@ def awaits_lookup(scheduler: Scheduler, request: Request) -> bool:
     return asked is not None and scheduler.current_step < asked + _LOOKUP
 
 
+def lacks_lookup(scheduler: Scheduler, request: Request) -> bool:
+    """Whether a KV connector could not say in this step what it has for a request, so that vLLM
+    skips it."""
+    asked = getattr(request, "semsched_lookup", None)
+    # vLLM ignores the answer for prompts with log-probabilities.
+    return asked == scheduler.current_step and not request.skip_reading_prefix_cache
+
+
 def replace_queues(
     scheduler: Scheduler, waiting: RequestQueue, kv_holding_waiting: RequestQueue
 ) -> None:
