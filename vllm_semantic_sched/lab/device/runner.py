@@ -81,6 +81,7 @@ class Runner:
         sanitizer: checks each block that a step reads or writes.
         timeline: the device's queues.
         encoded: names of the images whose encodings the device holds.
+        accepted: drafts, so far.
         finished_step: called with the time of each step once it is sampled.
     """
 
@@ -101,6 +102,7 @@ class Runner:
         self.number = 0  # of the last step
         self.host_seconds = 0.0  # that pass before a step is submitted, on a virtual clock
         self.loads_failed = False  # tokens that followed a failed load are sampled again
+        self.accepted = 0
         self._drafted: list[Running] = []  # in the last step
         self.fetched = clock.now()  # when the last output was
         self._begun = 0.0
@@ -290,6 +292,7 @@ class Runner:
             if place < len(drafts) and drafts[place] != token:
                 break
         request.sampled, request.rejected = self.number, len(drafts) + 1 - len(tokens)
+        self.accepted += len(tokens) - 1
         request.tokens += tokens
         self.sanitizer.forget(request.table, len(request.tokens) - 1)
         first = len(request.tokens) - request.prompt
