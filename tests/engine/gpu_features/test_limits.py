@@ -1,4 +1,4 @@
-"""Seats, tokens and KV that limits of vLLM's or ours leave to a request."""
+"""Tokens and KV that limits of vLLM's or ours leave to a request."""
 
 import pytest
 from engine_steps import EngineSteps, awaiting_grammar
@@ -10,23 +10,6 @@ from vllm_semantic_sched.engine.kv.connector import host_slots
 pytestmark = pytest.mark.engine
 
 AT_ONCE = 3
-RESERVED_SEAT = (
-    "base: priority\nlevels: 3\ntiers: [{name: a, reserve: {seats: 1}}, {name: b}, {name: c}]\n"
-)
-
-
-# Seats
-
-
-def test_seats_are_those_that_vllm_admits_to(build) -> None:
-    """`--max-num-active-seqs` 2 of 8, one of them reserved for level 0."""
-    scheduler = build(RESERVED_SEAT, max_num_seqs=8, max_num_active_seqs=2)
-    steps = EngineSteps(scheduler)
-    steps.add(*"pqrs", urgency=2, output_tokens=50)
-    assert len(steps.run()) == 1
-    steps.add("urgent", urgency=0, output_tokens=5)
-    assert "urgent" in steps.run()
-    assert scheduler.counters.total("preemptions") == 0
 
 
 # Models without KV cache: embeddings, reranking

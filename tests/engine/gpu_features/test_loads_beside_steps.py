@@ -116,22 +116,6 @@ def test_level_0_starts_beside_a_load(build, load_steps, asynchronous) -> None:
     steps.finish()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_level_0_with_remote_kv_starts_when_it_is_loaded(build, asynchronous) -> None:
-    """The decode side of disaggregated prefill."""
-    scheduler = build(
-        max_num_seqs=2,
-        kv_transfer_config=remote_config({"urgent": 1000}),
-        async_scheduling=asynchronous,
-    )
-    steps = EngineSteps(scheduler, RemoteDevice(scheduler, load_steps=5))
-    steps.add(*"xyz", urgency=4, output_tokens=80)
-    steps.run(2)
-    steps.add("urgent", urgency=0, prompt_tokens=100, output_tokens=5)
-    assert steps.until_scheduled("urgent", 100) in range(5 + 2 * AT_ONCE)
-    steps.finish()
-
-
 def test_level_0_starts_while_loads_have_all_seats(build_swapping) -> None:
     scheduler = build_swapping(NO_LIMIT, max_num_seqs=8, num_blocks=400)
     steps = swapping_steps(scheduler, load_steps=50)

@@ -1,15 +1,13 @@
 """More adapters than slots for them."""
 
 import pytest
-from engine_steps import EngineSteps, awaiting_grammar, calls_in
+from engine_steps import EngineSteps, calls_in
 from vllm.config import LoRAConfig
 from vllm.lora.request import LoRARequest
-from vllm.v1.request import RequestStatus
 
 pytestmark = pytest.mark.engine
 
 A, B = LoRARequest("A", 1, "/a"), LoRARequest("B", 2, "/b")
-PROTECT = "protect: {level: 0, price: 0.9, worth: 100000}\n"
 
 
 def adapters(tokens: dict[str, int], steps: EngineSteps) -> set[LoRARequest]:
@@ -38,39 +36,6 @@ def test_adapter_of_a_prefill_that_yields_keeps_its_slot(lora_steps, asynchronou
     assert steps.first["other"] > steps.first["urgent"]
     assert all(len(adapters(tokens, steps)) <= 1 for tokens in steps.scheduled)
     assert steps.scheduler.counters.total("policy_errors") == 0
-
-
-def test_adapter_of_a_held_decode_keeps_its_slot(lora_steps) -> None:
-    steps = lora_steps(PROTECT, max_num_seqs=8, max_num_batched_tokens=2048, num_blocks=120)
-    steps.add("urgent", urgency=0, output_tokens=200)
-    steps.add("low", urgency=4, output_tokens=200, lora_request=A)
-    steps.run(3)
-    # The head of the queue cannot start, so that the decode is held and the next one looked at.
-    steps.add_requests(awaiting_grammar("grammar", urgency=1, prompt_tokens=1900))
-    steps.add("other", urgency=4, output_tokens=30, lora_request=B)
-    steps.run(60)
-    steps.scheduler.finish_requests("grammar", RequestStatus.FINISHED_ABORTED)
-    steps.finish(600)
-    assert all(len(adapters(tokens, steps)) <= 1 for tokens in steps.scheduled)
-    assert steps.scheduler.counters.total("policy_errors") == 0
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("level", [0, 1])
-def test_urgent_request_of_another_adapter_gets_the_slot(lora_steps, level, asynchronous) -> None:
-    """A stream of level 4 uses the slot at all times; each answer takes 15 to 25 steps."""
-    steps = lora_steps(async_scheduling=asynchronous)
-    count = 0
-    for step in range(150):
-        while sum(name.startswith("low") for name in steps.scheduler.requests) < 6:
-            tokens = 15 + 7 * count % 11
-            steps.add(f"low{count}", urgency=4, output_tokens=tokens, lora_request=A)
-            count += 1
-        if step == 5:
-            steps.add("urgent", urgency=level, output_tokens=5, lora_request=B)
-        steps.run()
-    assert steps.first.get("urgent", 1000) <= 5 + 40
-    assert steps.longest_empty() <= 3
 
 
 def test_step_that_skips_a_thousand_requests_costs_a_few_times_vllms(build, build_stock) -> None:

@@ -9,7 +9,6 @@ from vllm_semantic_sched.policy.facts.waits import Cause
 pytestmark = pytest.mark.engine
 
 AT_ONCE = 3
-ONE_WAITS = "admission: {queue: {requests: 1}}\n"
 PROTECT = "protect: {level: 0, price: 0.9, worth: 100000}\n"
 
 
@@ -24,37 +23,6 @@ def idle_sessions(scheduler, count: int, **fields) -> EngineSteps:
 
 
 # Each takes one seat
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_idle_session_takes_one_seat(build, asynchronous) -> None:
-    scheduler = build(max_num_seqs=4, async_scheduling=asynchronous)
-    steps = idle_sessions(scheduler, 2)
-    assert scheduler.view.free_seats() == 2
-    steps.add(*"abc", urgency=2)
-    assert steps.run().keys() == {"a", "b"}  # what vLLM admits
-    assert scheduler.view.free_seats() == 0
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_nobody_is_preempted_while_a_seat_is_free_beside_an_idle_session(
-    build, asynchronous
-) -> None:
-    scheduler = build(max_num_seqs=4, async_scheduling=asynchronous)
-    steps = idle_sessions(scheduler, 1)
-    steps.add("low1", "low2", urgency=4, output_tokens=100)
-    steps.run(2)
-    steps.add("urgent", urgency=0, output_tokens=5)
-    assert steps.run().keys() == {"urgent", "low1", "low2"}
-    assert scheduler.counters.total("preemptions") == 0
-
-
-def test_nobody_is_refused_while_seats_are_free_beside_idle_sessions(build) -> None:
-    scheduler = build(ONE_WAITS, max_num_seqs=8)
-    steps = idle_sessions(scheduler, 4)
-    steps.add(*"abc", urgency=2, output_tokens=5)
-    assert steps.run().keys() == {"a", "b", "c"}
-    assert scheduler.counters.total("refused") == 0
 
 
 def test_cause_of_a_wait_is_not_a_seat_while_one_is_free_beside_idle_sessions(build) -> None:

@@ -8,53 +8,19 @@ pytestmark = pytest.mark.engine
 DECODES = [f"decode{number}" for number in range(32)]
 
 
-def decoding(build, level: int, output_tokens: int, asynchronous: bool = False) -> EngineSteps:
-    scheduler = build(
-        max_num_seqs=64,
-        num_blocks=6000,
-        max_num_batched_tokens=512,
-        async_scheduling=asynchronous,
-    )
+def decoding(build) -> EngineSteps:
+    scheduler = build(max_num_seqs=64, num_blocks=6000, max_num_batched_tokens=512)
     steps = EngineSteps(scheduler)
-    steps.add(*DECODES, urgency=level, prompt_tokens=8, output_tokens=output_tokens)
+    steps.add(*DECODES, urgency=2, prompt_tokens=8, output_tokens=3000)
     steps.run(3)
     return steps
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize(
-    ("decodes", "prefill", "output_tokens"),
-    [
-        pytest.param(4, 0, 400, id="more urgent"),
-        pytest.param(4, 4, 2000, id="same level, less work left"),
-        pytest.param(0, 0, 2000, id="all of level 0"),
-    ],
-)
-def test_decodes_go_on_beside_a_long_prefill(
-    build, build_stock, decodes, prefill, output_tokens, asynchronous
-) -> None:
-    """They need 32 of 512 tokens a step, so a prompt of 8,000 takes one step of 17 more."""
-
-    def prefilled(build) -> EngineSteps:
-        steps = decoding(build, decodes, output_tokens, asynchronous)
-        steps.add("long", urgency=prefill, prompt_tokens=8000, output_tokens=5)
-        while not steps.requests["long"].num_output_tokens:
-            steps.run()
-            assert steps.count < 200
-        return steps
-
-    ours, stock = prefilled(build), prefilled(build_stock)
-    begin = ours.first["long"]
-    without = sum(not set(DECODES) & tokens.keys() for tokens in ours.scheduled[begin:])
-    assert without <= 1
-    assert ours.count <= stock.count + 3
 
 
 def test_decodes_go_on_beside_a_stream_of_long_prefills(build, build_stock) -> None:
     """Of the same level, each as soon as the last one has its first token."""
 
     def served(build) -> tuple[int, int]:
-        steps = decoding(build, 2, 3000)
+        steps = decoding(build)
         prompts = 0
         for _ in range(200):
             last = steps.requests.get(f"long{prompts}")

@@ -35,6 +35,8 @@ class RemoteSettings(Section):
 
     found: float = 0.5
     """Share for whose prompts there is KV elsewhere, of a drawn length."""
+    whole: bool = False
+    """Whether it loads the last token of a prompt too, which is computed again all the same."""
     lookups: int = 0
     """Most times that vLLM has to ask before it learns that."""
     failing: float = 0.0
@@ -109,7 +111,7 @@ class RemoteKV(KVConnectorBase_V1, SupportsHMA):
         found = int(_draw(request, 3) * 1.3 * request.num_prompt_tokens)
         # All of a prompt, or whole blocks of it.
         found -= found % self._block_size
-        found = min(found, request.num_prompt_tokens)
+        found = min(found, request.num_prompt_tokens - (not settings.whole))
         self._start[name] = num_computed_tokens
         more = max(0, found - num_computed_tokens)
         return more, more > 0
