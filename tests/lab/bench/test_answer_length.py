@@ -1,5 +1,7 @@
 """The logits processor that ends answers at a given length, with batches as vLLM describes them."""
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -9,7 +11,10 @@ pytestmark = pytest.mark.engine
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality  # noqa: E402
 
-from vllm_semantic_sched.lab.bench.answer_length import AnswerLength  # noqa: E402
+from vllm_semantic_sched.lab.bench.answer_length import (  # noqa: E402
+    AnswerLength,
+    SecondInterface,
+)
 
 END = 2
 
@@ -32,11 +37,14 @@ def verdicts(processor, rows) -> str:
     """A letter per row: forbidden, certain or untouched end token."""
     logits = torch.arange(rows * 5, dtype=torch.float32).reshape(rows, 5)
     before = logits.clone()
-    after = processor.apply(logits)
+    return read_verdicts(before, processor.apply(logits))
+
+
+def read_verdicts(before, after) -> str:
     others = [token for token in range(5) if token != END]
     assert torch.equal(after[:, others], before[:, others])
     marks = []
-    for row in range(rows):
+    for row in range(len(after)):
         if after[row, END] == before[row, END]:
             marks.append("u")
         else:
@@ -95,3 +103,83 @@ def test_unusable_field_raises(wrong):
     AnswerLength.validate_params(params())
     with pytest.raises(ValueError, match="bench_answer"):
         AnswerLength.validate_params(SamplingParams(extra_args={"bench_answer": wrong}))
+
+
+# The second model runner: a slot for each request, rows in another order in every step
+
+
+class SecondRunner:
+    """The runner's part: prompts by slot, and rows as (slot, tokens written so far)."""
+
+    def __init__(self, slots=4) -> None:
+        self.prompts = torch.zeros(slots, dtype=torch.int32)
+        self.states = SimpleNamespace(
+            max_num_reqs=slots,
+            device=torch.device("cpu"),
+            prompt_len=SimpleNamespace(gpu=self.prompts),
+        )
+        self.processor = AnswerLength(None, self.states)
+
+    def add(self, slot, length=None, prompt=3, stops=()) -> bool:
+        self.prompts[slot] = prompt
+        given = params(length)
+        given._all_stop_token_ids = set(stops)
+        changes = self.processor.add_request(slot, given)
+        self.processor.apply_staged_writes()
+        return changes
+
+    def logits(self, *rows):
+        """Before and after; a row's position is that of the token fed last."""
+        slots = torch.tensor([slot for slot, _ in rows], dtype=torch.int32)
+        written = torch.tensor([count for _, count in rows])
+        context = SimpleNamespace(
+            expanded_idx_mapping=slots, pos=self.prompts[slots.long()] - 1 + written
+        )
+        before = torch.arange(len(rows) * 5, dtype=torch.float32).reshape(-1, 5)
+        return before, self.processor.apply(before.clone(), context)
+
+    def verdicts(self, *rows) -> str:
+        return read_verdicts(*self.logits(*rows))
+
+
+def test_each_runner_gets_its_own_interface(processor):
+    second = SecondRunner().processor
+    assert isinstance(second, SecondInterface) and not isinstance(processor, SecondInterface)
+    assert issubclass(AnswerLength, SecondInterface)  # vLLM asks this of the class it is given
+
+
+def test_second_runner_ends_an_answer_at_its_length():
+    runner = SecondRunner()
+    assert runner.add(2, length=3) and not runner.add(1)
+    steps = [runner.verdicts((1, count), (2, count)) for count in range(4)]
+    assert steps == ["uf", "uf", "uc", "uc"]
+
+
+def test_second_runner_follows_rows_and_slots():
+    runner = SecondRunner()
+    runner.add(0, length=1, prompt=7)
+    runner.add(3, length=4, prompt=2)
+    assert runner.verdicts((3, 1), (0, 0)) == "fc"
+    assert runner.verdicts((3, 1), (3, 2), (3, 3)) == "ffc"  # the rows of drafts
+    runner.add(0)  # its slot goes to a request without the field
+    assert runner.verdicts((0, 0), (3, 3)) == "uc"
+
+
+def test_second_runner_forbids_all_end_tokens():
+    runner = SecondRunner()
+    runner.add(0, length=2)
+    runner.add(1, length=2, stops=(4, 0))
+    _, after = runner.logits((0, 0), (1, 0), (2, 0))
+    assert torch.isneginf(after).long().tolist() == [[0, 0, 1, 0, 0], [1, 0, 1, 0, 1], [0] * 5]
+    _, after = runner.logits((1, 1))
+    assert after.argmax().item() == END
+
+
+def test_second_runner_sees_a_request_when_its_step_begins():
+    runner = SecondRunner()
+    runner.add(0, length=1)
+    given = params(9)
+    runner.processor.add_request(0, given)  # while a step of the last request is on the device
+    assert runner.verdicts((0, 0)) == "c"
+    runner.processor.apply_staged_writes()
+    assert runner.verdicts((0, 0)) == "f"

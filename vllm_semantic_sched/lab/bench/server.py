@@ -83,8 +83,7 @@ class ServerConfig:
 
     def process_environment(self) -> dict[str, str]:
         """Return this process's environment with telemetry and downloads turned off."""
-        # Logits processors of vLLM's newer model runner have another interface.
-        defaults = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+        defaults: dict[str, str] = {}
         fixed = dict.fromkeys(("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_OFFLINE"), "1")
         if not has_gpu():
             # Pinning would put the threads on one core each, whatever else runs there.
