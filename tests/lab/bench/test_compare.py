@@ -303,6 +303,13 @@ def test_extras_are_added_to_the_clients_own_fields():
     assert (body["ignore_eos"], body["max_tokens"]) == (True, request.output_tokens)
 
 
+def test_prompt_may_be_given_as_tokens():
+    request = WORKLOAD.requests[0]
+    client = LoadClient("http://x", 2, 500, lambda one: {"prompt": [7, one.index]})
+    assert client.request_body(request)["prompt"] == [7, request.index]
+    assert LoadClient("http://x", 2, 500).request_body(request)["prompt"] == request.text
+
+
 def test_counters_are_summed_over_labels():
     text = (
         '# HELP x\nvllm:num_preemptions_total{engine="0"} 3.0\n'

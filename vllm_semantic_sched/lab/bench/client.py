@@ -101,7 +101,8 @@ class Record:
 class LoadClient:
     """Sends loads to one server. `max_tokens` is the same for every request and at least as large
     as the longest answer, so that it gives no length away. `extras` returns further fields of a
-    body; those in `vllm_xargs` are added to the client's own. With `natural` the model ends its
+    body; those in `vllm_xargs` are added to the client's own, and a `prompt` of tokens takes the
+    text's place. With `natural` the model ends its
     answers itself, to a chat; otherwise the benchmark does. `record_margins`: ask for
     log-probabilities, which slow the server down."""
 
@@ -151,7 +152,7 @@ class LoadClient:
             margins = {"logprobs": True, "top_logprobs": _TOP_LOGPROBS}
         else:
             answer = {ANSWER_FIELD: [request.output_tokens, self.eos_token]}
-            body |= {"prompt": request.prompt, "vllm_xargs": answer | told}
+            body = {"prompt": request.prompt} | body | {"vllm_xargs": answer | told}
             margins = {"logprobs": _TOP_LOGPROBS}
         if self.record_margins:
             body |= margins | {"return_tokens_as_token_ids": True}

@@ -23,9 +23,11 @@ PREDICTOR = "vllm_semantic_sched.predict.worker"
 API_SERVER = "api server"
 """Name of the process that was started."""
 
+ANSWER_LENGTH = "vllm_semantic_sched.lab.bench.answer_length:AnswerLength"
+"""For vLLM's `--logits-processors`."""
+
 _VLLM = "vllm.entrypoints.cli.main"
 _EMULATED = "vllm_semantic_sched.lab.device.serve"
-_ANSWER_LENGTH = "vllm_semantic_sched.lab.bench.answer_length:AnswerLength"
 _LOG_TAIL_LINES = 40
 _START_SECONDS, _STOP_GRACE_SECONDS = 240.0, 10.0
 
@@ -65,7 +67,7 @@ class ServerConfig:
         more = [*self.scheduler_args, *self.extra_args]
         if self.device is not None:  # it knows its memory, and gives answers their lengths
             return [*args, "--block-size", str(self.block_size), "--enforce-eager", *more]
-        args += ["--logits-processors", _ANSWER_LENGTH]
+        args += ["--logits-processors", ANSWER_LENGTH]
         file = self.model / "config.json"
         config = json.loads(file.read_text()) if file.is_file() else {}  # a hub id: vLLM chooses
         if "float32" in (config.get("dtype"), config.get("torch_dtype")):
