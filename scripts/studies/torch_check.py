@@ -1,5 +1,5 @@
-"""KV copies and the figures of the roofline, with torch and without vLLM:
-`scripts/gpu_check.sh --torch-only`.
+"""KV copies and the figures of the roofline, with torch and without vLLM; a step of
+`scripts/gpu_check.sh check`.
 
 1. The swap connector's copies prove themselves, in place of vLLM's batched copy with one
    `cudaMemcpyAsync` per block.
