@@ -102,6 +102,7 @@ for device in a100:128 h100:256; do
         --seats "${device#*:}" --requests 1000 --factor 1 1.75 --output "$output/device-${device%:*}"
 done
 # On the real engine.
+step cuda-path scripts/studies/cuda_path.py --output "$output/cuda-path"
 for place in before alone; do
     step "real-$place" semsched bench run --model "$real" --natural-ends --place $place \
         --requests 120 --rounds 2 --overload 5.5 --host-gib 0.5 --quick --repeats 1 --nice -5 \
