@@ -228,7 +228,6 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         with self.guard("timing steps"):
             if not output.total_num_scheduled_tokens and self.core.protection.held:
                 self.step.achieved_nothing()
-                self.counters.add("policy_errors", "filling a step")
             batch = batch_of(output, self.requests, self.num_spec_tokens)
             self.step_clock.scheduled(output, batch, begin)
             self._sample(output, begin)
