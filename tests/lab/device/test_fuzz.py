@@ -31,7 +31,8 @@ def test_cases_cover_all_kinds() -> None:
     names = " ".join(draw_case(number).name for number in range(CASES))
     for word in (
         *("fcfs", "priority", "semantic", "ems", "tiers", "asynchronous", "synchronous"),
-        *("llama-3.1-8b", "sliding-8b", "runner 1", "runner 2", "prefix cache", "drafts"),
+        *("llama-3.1-8b", "sliding-8b", "runner 1", "runner 2", "prefix cache"),
+        *("deepseek-v2-lite", "qwen3-30b-a3b", "granite-4.0-h-tiny", "3 drafts", "2 adapters"),
         *("connector swap", "connector multi", "connector remote", "connector both"),
         *("reloads", "pauses", "resets with connector", "clients leave", "random holds"),
     ):
