@@ -153,12 +153,7 @@ def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) 
 
     from vllm_semantic_sched.sim.workload import draw_levels
 
-    if config.requests < 1 or config.max_burst < 1 or config.gap < 0:
-        raise ValueError("requests and max_burst must be at least 1, gap at least 0 seconds")
-    if config.place not in PLACES:
-        raise ValueError(f"place must be one of {', '.join(PLACES)}, got {config.place!r}")
-    if not 0 <= config.long_prompts <= 1:
-        raise ValueError(f"long_prompts must be a share from 0 to 1, got {config.long_prompts}")
+    _check(config)
     # With the mix in the seed two mixes share no prompts, which the second would find in the
     # server's prefix cache.
     rng = np.random.default_rng([config.seed, zlib.crc32(config.mix.encode())])
@@ -197,6 +192,15 @@ def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) 
             history = write_history(sizes[index], len(text) // _CHARACTERS_PER_TOKEN, past)
         requests.append(BenchRequest(index, arrival, level, text, length, tenants[index], history))
     return Workload(config, tuple(requests), description)
+
+
+def _check(config: WorkloadConfig) -> None:
+    if config.requests < 1 or config.max_burst < 1 or config.gap < 0:
+        raise ValueError("requests and max_burst must be at least 1, gap at least 0 seconds")
+    if config.place not in PLACES:
+        raise ValueError(f"place must be one of {', '.join(PLACES)}, got {config.place!r}")
+    if not 0 <= config.long_prompts <= 1:
+        raise ValueError(f"long_prompts must be a share from 0 to 1, got {config.long_prompts}")
 
 
 def _draw_arrivals(

@@ -57,15 +57,12 @@ class ModelShape:
             attention, kv_numbers, head_dim = _latent_attention(config, width, heads, head_dim)
         dense = _number(config, "first_k_dense_replace", default=0) if experts else layers
         expert = row * _number(config, "moe_intermediate_size", default=inner)
-        shared = expert * _number(config, "n_shared_experts", default=0)
-        shared += row * _number(config, "shared_expert_intermediate_size", default=0)
-        shared += row * _number(config, "shared_intermediate_size", default=0)
+        shared = _shared_experts(config, row, expert)
         kinds = _layer_types(config, layers)
         states = kinds.count("linear_attention")
         mixers = (layers - states) * attention + states * _mamba(config, width)
         active = _number(config, "num_experts_per_tok", "num_experts_per_token", default=1)
-        stated = dtype or config.get("dtype") or config.get("torch_dtype") or whole.get("dtype")
-        plain = _BYTES.get(str(stated).removeprefix("torch."), 2.0)
+        plain = _bytes_of(dtype, config, whole)
         given = config.get("quantization_config") or whole.get("quantization_config")
         bits, eight_bits = _quantization(given, quantization)
         return cls(
@@ -117,6 +114,21 @@ def _number(config: Mapping[str, Any], *names: str, default: int | None = None) 
     if number is None:
         raise ValueError(f"the model's configuration lacks {names[0]}")
     return int(number)
+
+
+def _shared_experts(config: Mapping[str, Any], row: int, expert: int) -> int:
+    """Parameters of a layer's experts that compute every token; `row`: of one inner neuron."""
+    return (
+        expert * _number(config, "n_shared_experts", default=0)
+        + row * _number(config, "shared_expert_intermediate_size", default=0)
+        + row * _number(config, "shared_intermediate_size", default=0)
+    )
+
+
+def _bytes_of(dtype: str | None, config: Mapping[str, Any], whole: Mapping[str, Any]) -> float:
+    """Bytes of a number, as given or else as the configuration says."""
+    stated = dtype or config.get("dtype") or config.get("torch_dtype") or whole.get("dtype")
+    return _BYTES.get(str(stated).removeprefix("torch."), 2.0)
 
 
 def _layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
