@@ -136,3 +136,25 @@ def test_simulation_drops_requests_of_a_tier_with_drop() -> None:
     runs = drive(policy, requests, seats=1)
     assert runs[0].refused == "dropped" and runs[0].finish is None
     assert all(run.finish is not None for run in runs[1:])
+
+
+def test_prefill_for_which_others_sat_out_in_vain_counts_once_it_runs() -> None:
+    """It takes tokens of the step: uncounted, it would take those of the decodes behind it."""
+    core, engine = make_world({"predictor": {"enabled": False}}, seats=3, token_budget=100)
+    for index in range(2):
+        arrive(core, engine, index, urgency=2)
+    engine.begin_step()
+    engine.end_step()
+    long = Run(SimRequest(2, 0.0, 0, 500, 9), _job(core, 500), None)
+    engine.submit(long)
+    engine.step.sharing._in_vain = {long.job: 0}
+    for _ in range(3):
+        engine.begin_step()
+        assert sum(engine._chunks.values()) + len(engine._decoding) <= 100
+        engine.end_step()
+    assert long.job.computed > 250
+
+
+def _job(core, prompt_tokens: int):
+    hint = core.read_hints({"urgency": 0}, 0)
+    return core.arrive(core.draft("long", prompt_tokens, 500, hint, False), 0.0)

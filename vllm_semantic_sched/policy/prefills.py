@@ -90,8 +90,9 @@ class PrefillSharing:
         self.may_sit_out = True  # whether this engine can let a running prefill sit out
         # Others sat out for these jobs in the last step, with their computed tokens then.
         self._served: list[tuple[Job, int]] = []
-        # They got no token although others sat out: until a job gives back its seat, nobody does.
-        self._in_vain: set[Job] = set()
+        # They got no token although others sat out: until a job gives back its seat, or they get
+        # one after all, nobody does. With their computed tokens.
+        self._in_vain: dict[Job, int] = {}
         self._departures = 0
         self._futile = False
 
@@ -130,10 +131,13 @@ class PrefillSharing:
         if core.departures != self._departures:
             self._departures = core.departures
             self._in_vain.clear()
+        if self._in_vain:  # one that goes on takes tokens of the step, and has to be counted
+            in_vain = self._in_vain.items()
+            self._in_vain = {job: computed for job, computed in in_vain if job.computed <= computed}
         served, self._served = self._served, []
         for job, computed in served:
             if job.computed <= computed and (job in core.waiting or job in core.running):
-                self._in_vain.add(job)
+                self._in_vain[job] = job.computed
 
     def _newcomers(
         self, core: SchedulingCore, view: EngineView, prefilling: Collection[Job]
