@@ -152,7 +152,11 @@ class VllmView:
         return vllm_api.freeable_blocks(self.scheduler, self._request(job))
 
     def preemption_seconds(self, job: Job) -> float:
-        return self.preemptions.plan(job, self._request(job)).seconds
+        request = self._request(job)
+        plan = self.preemptions.plan(job, request)
+        # What a step in flight computes for it is lost, too; the plan is about what there is.
+        lost = self.core.profile.prefill(job.computed, request.num_computed_tokens)
+        return plan.seconds + lost
 
     # Orders
 

@@ -30,3 +30,14 @@ def test_level_0_takes_a_seat_of_a_hybrid_model(build) -> None:
     steps.add("urgent", urgency=0, output_tokens=3)
     assert steps.until_scheduled("urgent", 30) in range(AT_ONCE + 1)
     steps.finish()
+
+
+def test_victim_costs_what_a_step_in_flight_computes_for_it(build) -> None:
+    """It is lost as well: a request just admitted would seem to cost nothing."""
+    scheduler = build(async_scheduling=True, max_num_batched_tokens=100)
+    steps = EngineSteps(scheduler, FakeDevice(scheduler))
+    steps.add("x", urgency=4, prompt_tokens=90, output_tokens=9)
+    scheduler.schedule()
+    assert steps.requests["x"].num_in_flight_tokens == 90
+    cost = scheduler.view.preemption_seconds(scheduler.jobs["x"])
+    assert cost == pytest.approx(scheduler.core.profile.prefill(0, 90))
