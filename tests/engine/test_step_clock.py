@@ -64,6 +64,18 @@ def test_with_two_steps_in_flight_a_step_lasts_from_the_previous_output(clock) -
     assert clock.finished(fourth, 4.5)[1] == pytest.approx(0.5)
 
 
+def test_sampled_step_has_its_own_time_with_two_in_flight() -> None:
+    from vllm_semantic_sched.engine.clock import StepSamples
+
+    samples, first, second = StepSamples(), output(a=1), output(a=1)
+    samples.scheduled(first, 0.0, lambda: Batch(decodes=1))
+    samples.scheduled(second, 0.1, lambda: Batch(decodes=2))
+    samples.finished(first, 1.0)
+    samples.scheduled(output(a=1), 1.0, lambda: Batch(decodes=3))
+    samples.finished(second, 3.0)
+    assert [(row[0], row[-1]) for row in samples.drain()] == [(1, 1_000_000), (2, 2_000_000)]
+
+
 def test_steps_without_output_do_not_accumulate(clock) -> None:
     lost = [output(a=1) for _ in range(1000)]
     for step in lost:

@@ -66,18 +66,20 @@ class StepClock:
     does between two is part of a step. After idleness, from the begin of schedule()."""
 
     def __init__(self) -> None:
-        self._in_flight: dict[int, tuple[Batch, float]] = {}
+        self._in_flight: dict[int, tuple[Batch | None, float]] = {}
         self._last_output = 0.0
         self._went_on = False  # from the last output to the next step at once
 
-    def scheduled(self, output: SchedulerOutput, batch: Batch, begin: float) -> None:
-        """schedule() has returned; `begin`: when it was called, in seconds."""
+    def scheduled(self, output: SchedulerOutput, batch: Batch | None, begin: float) -> None:
+        """schedule() has returned; `begin`: when it was called, in seconds. `batch` None: the step
+        is of no interest."""
         if len(self._in_flight) >= _MAX_IN_FLIGHT:
             self._in_flight.clear()
         self._in_flight[id(output)] = (batch, begin)
 
     def finished(self, output: SchedulerOutput, now: float) -> tuple[Batch, float] | None:
-        """A step whose output has arrived, and its seconds; None if its start is unknown."""
+        """A step whose output has arrived, and its seconds; None if it is of no interest, or its
+        start is unknown."""
         batch, begin = self._in_flight.pop(id(output), (None, 0.0))
         start = self._last_output if self._went_on else max(begin, self._last_output)
         self._last_output, self._went_on = now, True
@@ -89,30 +91,30 @@ class StepClock:
 
 
 class StepSamples:
-    """Seconds of a few of an engine's steps, from one schedule() to the next: the model, and all
-    that the engine does between two steps."""
+    """Seconds of a few of an engine's steps, see `StepClock`: the model, and all that the engine
+    does between two steps."""
 
     def __init__(self) -> None:
         self._next = 0.0
         self._samples: list[tuple[Batch, float]] = []
-        self._open: tuple[Batch, float] | None = None
+        self._clock = StepClock()
 
-    def scheduled(self, begin: float, batch: Callable[[], Batch]) -> None:
+    def scheduled(self, output: SchedulerOutput, begin: float, batch: Callable[[], Batch]) -> None:
         """A step's schedule() began then, in seconds: sample it if it is time for one."""
-        if begin >= self._next and len(self._samples) < _MOST_SAMPLES:
+        due = begin >= self._next and len(self._samples) < _MOST_SAMPLES
+        if due:
             self._next = begin + _SAMPLE_GAP
-            self._open = batch(), begin
+        self._clock.scheduled(output, batch() if due else None, begin)
 
-    def next_begins(self, now: float) -> None:
-        """The next schedule() begins."""
-        if self._open is not None:
-            batch, begin = self._open
-            self._samples.append((batch, now - begin))
-            self._open = None
+    def finished(self, output: SchedulerOutput, now: float) -> None:
+        """The output of a step has arrived."""
+        step = self._clock.finished(output, now)
+        if step is not None:
+            self._samples.append(step)
 
     def idle(self) -> None:
         """The engine may wait before its next step."""
-        self._open = None
+        self._clock.idle()
 
     def drain(self) -> list[tuple[int, int, int, int, int, int]]:
         """The samples: decodes, context, prefills, tokens, squares (see `Batch`), microseconds."""

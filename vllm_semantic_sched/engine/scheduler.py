@@ -196,8 +196,6 @@ class SemanticScheduler(vllm_api.HookedScheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         begin = monotonic()
-        with self.guard("timing steps"):
-            self.samples.next_begins(begin)
         self._adopt_policy()
         if self.observing:
             output = super().schedule(*args, **kwargs)
@@ -237,7 +235,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         """Begin to time a step for the event log."""
         if self._event_log is not None and output.total_num_scheduled_tokens:
             requests, drafts = self.requests, self.num_spec_tokens
-            self.samples.scheduled(begin, lambda: batch_of(output, requests, drafts))
+            self.samples.scheduled(output, begin, lambda: batch_of(output, requests, drafts))
 
     def update_from_output(
         self,
@@ -246,9 +244,13 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         *args: Any,
         **kwargs: Any,
     ) -> dict[int, vllm_api.EngineCoreOutputs]:
+        now = monotonic()
+        if self._event_log is not None:
+            with self.guard("timing steps"):
+                self.samples.finished(scheduler_output, now)
         if not self.observing:
             with self.guard("timing steps"):
-                step = self.step_clock.finished(scheduler_output, monotonic())
+                step = self.step_clock.finished(scheduler_output, now)
                 if step is not None:
                     self.core.estimates.observe_step(*step)
             output = model_runner_output.kv_connector_output

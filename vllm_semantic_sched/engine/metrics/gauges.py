@@ -92,6 +92,7 @@ def describe(scheduler: Any) -> dict[str, Any]:
     assert capacity is not None
     return {
         "seats": capacity.seats,
+        "asynchronous": bool(scheduler.scheduler_config.async_scheduling),
         "token_budget": int(scheduler.view.token_budget()),
         "block_size": capacity.block_size,
         "kv_blocks": capacity.blocks,
