@@ -23,6 +23,11 @@ class StepWork:
     chunks: list[Chunk] = field(default_factory=list)  # whole or partial prefills
     saved: list[int] = field(default_factory=list)  # tokens of victims whose KV goes to the host
 
+    @property
+    def sequences(self) -> int:
+        """Sequences that compute something."""
+        return self.decodes + len(self.chunks)
+
 
 def slowest_of_batch(profile: EngineProfile, work: StepWork) -> float:
     """The paper's model: all sequences run in parallel, each takes the time of eq. 3 and 4, and the
@@ -41,7 +46,7 @@ def sum_of_tokens(profile: EngineProfile, work: StepWork) -> float:
     """A batching engine: the sum of the profile's terms for the batch and its copies of KV."""
     batch = Batch(decodes=work.decodes, context=work.context)
     for start, end, loaded in work.chunks:
-        if start > 0 and end - start == 1:
+        if end - start == 1:  # attention treats one token as a decode, whatever it is
             batch.add_decode(end)
         else:
             batch.add_prefill(start, end)

@@ -143,6 +143,9 @@ class EngineModel(Section):
     """Profile that the policies assume; unset: the true one."""
     seats: int = Field(16, ge=1)
     """Most sequences in a step (the paper's batch size)."""
+    asynchronous: bool = False
+    """`vllm`: asynchronous scheduling, vLLM's default on GPUs. A step is decided when the one
+    before begins: its outputs are not known yet, and an answer that ends is decoded once more."""
     token_budget: int = Field(2048, ge=1)
     """`vllm`: most tokens in a step."""
     block_size: int = Field(16, ge=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -93,8 +94,8 @@ class Router(Placement):
 @dataclass
 class Simulation:
     """Generates arrivals, routes them to engines and runs the events. For the attributes see
-    `simulate`; `runs` are those that nobody else gets, in order of arrival, and `steps` those of
-    all engines."""
+    `simulate`; `runs` are those that nobody else gets, in order of arrival; `steps`, and `busy`,
+    their seconds, are those of all engines."""
 
     scenario: Scenario
     workload: Workload
@@ -106,6 +107,7 @@ class Simulation:
     depth: DepthHistory | None
     runs: list[Run] = field(default_factory=list)
     steps: int = 0
+    busy: float = 0.0
     replicas: list[_Replica] = field(default_factory=list)
     events: EventQueue = field(default_factory=EventQueue)
     placed: dict[int, Placed] = field(default_factory=dict)
@@ -145,7 +147,7 @@ class Simulation:
         # One limit for all clients must not tell the policy the length of an answer.
         limit = request.output_tokens if settings.workload.limits else self._longest
         exact = request.shortest and request.shortest == request.limit
-        draft = replica.core.draft(
+        job = replica.core.draft(
             str(index),
             prompt_tokens=request.prompt_tokens,
             max_output_tokens=request.limit or limit,
@@ -155,7 +157,6 @@ class Simulation:
             provisional=instant,
             stated=StatedLength(request.shortest, request.shortest if exact else None),
         )
-        job = replica.core.arrive(draft, request.arrival)
         run = Run(request, job, prediction, engine=placed.engine)
         if awaits:
             replica.predictor.submit(run, reading_order(policy, hint, instant))
@@ -185,52 +186,71 @@ class _Replica:
         )
         self._simulation = simulation
         self._settings = settings
+        # Steps that have begun: one is computed, and the next one may be decided already.
+        self._depth = 2 if settings.engine.asynchronous else 1
+        self._ends: deque[float] = deque()  # of these, in seconds
         self._busy = False
-        self._taken_in = 0  # requests since the last step
+        self._arrived: list[Run] = []  # since the last step was decided
 
     def submit(self, run: Run) -> None:
-        self._taken_in += 1
-        self.engine.submit(run)
-        self._simulation.note_depth()
+        """The engine takes a request in before its next step: not while it waits for one."""
+        self._arrived.append(run)
         if not self._busy:
             self._busy = True
-            self._events.at(self._events.now, Order.ENGINE, self._begin_step)
+            self._events.at(self._events.now, Order.ENGINE, self._begin_steps)
 
     def _predicted(self, batch: list[Run]) -> None:
         for run in batch:
             if run.finish is not None or run.refused:
                 continue
-            if self._settings.predictor.hold:  # known before the request arrives at the queue
-                self.core.predicted(run.job, run.prediction)
+            if self._settings.predictor.hold:
                 self.submit(run)
             else:
                 self.engine.predicted(run)
 
-    def _begin_step(self) -> None:
+    def _begin_steps(self) -> None:
         # As long as nothing else happens the next step follows here, past the event queue.
-        while (seconds := self._decided()) is not None:
-            end = self._events.now + seconds
+        while self._begun():
+            end = self._ends[0]
             if not self._events.advance(end):
                 self._events.at(end, Order.ENGINE, self._end_step)
                 return
             self._finish_step()
             if self._simulation.before_step is None:  # which is told of every step
-                steps, skipped = self.engine.skip_steps(self._events.quiet)
-                self._events.now += skipped
-                self._simulation.steps += steps
+                self._skip_steps()
 
     def _end_step(self) -> None:
         self._finish_step()
-        self._begin_step()
+        self._begin_steps()
 
     def _finish_step(self) -> None:
+        self._ends.popleft()
         for run in self.engine.end_step():
             self._simulation.done(run)
 
+    def _skip_steps(self) -> None:
+        events, ends, simulation = self._events, self._ends, self._simulation
+        coming = ends[0] - events.now if ends else 0.0
+        steps, seconds, left = self.engine.skip_steps(events.quiet - coming)
+        if steps:
+            events.now += coming + seconds
+            simulation.steps += steps
+            simulation.busy += seconds + left
+            if ends:
+                ends[0] = events.now + left
+
+    def _begun(self) -> bool:
+        """Begin steps, as many as the engine has at a time; whether any is in flight."""
+        ends = self._ends
+        while len(ends) < self._depth and (seconds := self._decided()) is not None:
+            ends.append((ends[-1] if ends else self._events.now) + seconds)
+        self._busy = bool(ends)
+        return self._busy
+
     def _decided(self) -> float | None:
         """Let the engine decide on a step; its seconds, None if there is nothing to do."""
+        taken_in = self._take_in()
         seconds = self.engine.begin_step()
-        self._busy = seconds is not None
         if seconds is None:
             return None
         simulation = self._simulation
@@ -238,5 +258,20 @@ class _Replica:
         simulation.note_depth()
         if simulation.before_step is not None:
             simulation.before_step(self.engine)
-        taken_in, self._taken_in = self._taken_in, 0
-        return seconds + taken_in * self._settings.engine.arrival
+        seconds += taken_in * self._settings.engine.arrival
+        simulation.busy += seconds
+        return seconds
+
+    def _take_in(self) -> int:
+        """Queue the requests that have arrived; how many. Until now the policy did not know them,
+        and as in the engine their waits count from now."""
+        if not self._arrived:
+            return 0
+        arrived, self._arrived = self._arrived, []
+        for run in arrived:
+            self.core.arrive(run.job, self._events.now)
+            if self._settings.predictor.hold:  # known before the request arrives at the queue
+                self.core.predicted(run.job, run.prediction)
+            self.engine.submit(run)
+        self._simulation.note_depth()
+        return len(arrived)
