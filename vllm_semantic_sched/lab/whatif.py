@@ -197,13 +197,14 @@ def _profile(log: EngineLog) -> tuple[EngineProfile, bool]:
 
 
 def _scenario(log: EngineLog, name: str, policy: Policy, profile: EngineProfile) -> Scenario:
-    names = ("seats", "token_budget", "block_size", "kv_blocks", "prefix_caching")
+    names = ("seats", "asynchronous", "token_budget", "block_size", "kv_blocks", "prefix_caching")
     delays = [one.read_after for one in log.requests if one.read_after is not None] or [0.0]
     content = {
         "description": "",
         "workload": {"arrivals": "poisson", "requests": len(log.requests)},
         "predictor": {"latency": max(0.0, statistics.median(delays))},
-        "engine": {name: log.facts[name] for name in names},
+        # Logs of earlier versions do not say whether steps were scheduled asynchronously.
+        "engine": {name: log.facts[name] for name in names if name in log.facts},
         "schedulers": {name: {"levels": policy.levels, "default_level": 0}},
     }
     (scenario,) = parse_scenarios(content, "the event log")

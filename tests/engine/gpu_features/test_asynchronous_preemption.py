@@ -35,7 +35,7 @@ def test_level_0_takes_a_seat_of_a_hybrid_model(build) -> None:
 def test_victim_costs_what_a_step_in_flight_computes_for_it(build) -> None:
     """It is lost as well: a request just admitted would seem to cost nothing."""
     scheduler = build(async_scheduling=True, max_num_batched_tokens=100)
-    steps = EngineSteps(scheduler, FakeDevice(scheduler))
+    steps = EngineSteps(scheduler)
     steps.add("x", urgency=4, prompt_tokens=90, output_tokens=9)
     scheduler.schedule()
     assert steps.requests["x"].num_in_flight_tokens == 90

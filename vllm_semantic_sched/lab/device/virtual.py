@@ -185,15 +185,20 @@ class VirtualEngine:
         self._aborts.sort(reverse=True)
 
     def add(self, one: LoadRequest) -> None:
-        """Send a request now."""
-        pooled = self.core.is_pooling_model
-        request = _engine_request(one, self.config, pooled, self.clock.now())
+        """Send a request now. vLLM reads it when it arrives, beside the model's steps."""
+        arrived, pooled = min(one.arrival, self.clock.now()), self.core.is_pooling_model
+        request = _engine_request(one, self.config, pooled, arrived)
         answer = self.runner.answer(list(one.prompt), request.params)
         self._answers[one.name] = answer, request.params
         self.records[one.name] = Record(
             one.name, one.level, len(one.prompt), one.answer, one.arrival
         )
-        self.core.add_request(*self.core.preprocess_add_request(request))
+        replace_clock(lambda: arrived)
+        try:
+            prepared = self.core.preprocess_add_request(request)
+        finally:
+            replace_clock(self.clock.now)
+        self.core.add_request(*prepared)
 
     # Running
 
@@ -327,7 +332,7 @@ def _make_core(config: EngineConfig, folder: Path) -> EngineCore:
         given["speculative_config"] = _drafter(config, folder)
     if config.scheduler == "semantic":
         path = folder / "policy.yaml"
-        path.write_text(yaml.safe_dump(_policy(config)))
+        path.write_text(yaml.safe_dump(policy_keys(config)))
         additional["semantic_sched"] = {"policy": str(path)}
         given["scheduler_cls"] = "vllm_semantic_sched.SemanticScheduler"
     else:
@@ -386,7 +391,8 @@ def _shut_down(engine: EngineCore) -> None:
     engine.scheduler.shutdown()
 
 
-def _policy(config: EngineConfig) -> dict[str, Any]:
+def policy_keys(config: EngineConfig) -> dict[str, Any]:
+    """The content of the policy file of an engine of ours."""
     if isinstance(config.policy, dict):
         data = dict(config.policy)
     else:
