@@ -132,8 +132,8 @@ step predictor-cost scripts/studies/predictor_cost.py --engine "$model" --output
 step predictor semsched evaluate --all --claims --no-baselines --bars tests/data/predictor_bars.yaml \
     --data tests/data/urgency tests/data/compositions tests/data/conversations \
     --output "$output/predictor-report"
-step validation scripts/studies/validation.py --quiet --output "$output/validation" -- "$model" \
-    --max-num-seqs 8
+step validation scripts/studies/validation.py --output "$output/validation"
+step whatif scripts/studies/validation.py --whatif --output "$output/whatif"
 step soak scripts/studies/soak.py --model "$model" --hours 1 --pause 5 --output "$output/soak"
 [[ -z $list ]] || exit 0
 

@@ -122,7 +122,7 @@ def test_all_studies_of_this_machine_are_measured():
     # Of the rest, these need other hardware, programs or a server, and those are parts of others.
     elsewhere = {"alerts", "ray_serve", "roofline", "step_time", "long_prompts", "torch_check"}
     elsewhere |= {"reading_on", "second_network"}
-    parts = {"common", "latest", "steady_clock", "paced_engine", "pretended_cuda"}
+    parts = {"common", "latest", "pretended_cuda"}
     studies = {path.stem for path in (SCRIPTS / "studies").glob("*.py")} - elsewhere - parts
     assert {name for name in studies if f"studies/{name}.py" not in listed} == set()
 

@@ -246,8 +246,8 @@ def _doubts(
         if middle > LARGEST_ERROR:
             yield f"That is more than {LARGEST_ERROR:.0%}: trust no figure here."
     yield (
-        "Compared with runs of a real engine, predictions for other policies were off by 9 % in "
-        "the median for mean latency and by 12 % for p99 TTFT, at most by half "
+        "Compared with vLLM on an emulated GPU, predictions for other policies were off by at most "
+        "3 % for mean latency, and by at most a third for p99 TTFT "
         "(docs/measurements/simulator-validation.md)."
     )
     if not fitted:
