@@ -197,8 +197,9 @@ class Naive:
             assert job.generated == self.generated.get(job, 0)
             if self.limited:
                 # What advances has its block for the coming token already.
-                coming = job in decoding and job not in held
-                tokens = job.tokens if coming or job not in decoding else job.tokens - 1
+                tokens = job.tokens - (job in held)
+                if job not in decoding:  # blocks for what it has computed by the end of the step
+                    tokens = job.computed + engine._chunks.get(job, 0)
                 assert engine.freeable_blocks(job) == -(-tokens // self.block_size)
         advancing = [job for job in decoding if job not in held]
         assert engine.decode_tokens() == len(advancing)
@@ -224,7 +225,9 @@ class Naive:
         for job in engine.running:
             engine.observe(job)
         growing = sum(
-            engine.pool.needed(job.tokens) > engine.freeable_blocks(job) for job in engine.running
+            engine.pool.needed(job.tokens) > engine.freeable_blocks(job)
+            for job in engine.running
+            if job not in engine.prefilling()
         )
         if self.limited:
             assert engine.free_blocks() == engine.pool.free - growing

@@ -165,7 +165,7 @@ def test_passed_and_outrun_requests_are_those_that_break_the_orders(scenario: Sc
     for run in finished:
         outrun = any(  # eq. 2 as printed, negated
             other.finish < run.finish
-            and not (other.finish < run.request.arrival or other.request.level <= run.request.level)
+            and not (other.finish < run.job.arrival or other.request.level <= run.request.level)
             for other in finished
         )
         assert run.job.outrun == outrun

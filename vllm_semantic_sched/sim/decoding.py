@@ -58,7 +58,10 @@ class Decoding(AddressableHeap[Run]):
             run.job.computed = run.job.tokens - 1  # the newest token has no KV yet
 
     def discard(self, run: Run) -> bool:
-        """Remove a sequence; False if it does not decode. Its job stays as `observe` left it."""
+        """Remove a sequence, held or not; False if it does not decode. Its job stays as `observe`
+        left it."""
+        if run in self.held:  # with the blocks that it has
+            self.held_growth -= self.held.pop(run)
         decodes = super().discard(run)
         if decodes:
             self._stop(run)

@@ -533,11 +533,14 @@ class Engine:
 
     def _release(self, run: Run) -> None:
         """A held request goes on from where it was."""
+        self._end_hold(run)
+        self._decoding.release(run)
+
+    def _end_hold(self, run: Run) -> None:
         since = self.held.pop(run.job)
         run.held += self.now() - since
         if self._keep_seats:
             run.holds.append(run.span(since, self.now(), HELD))
-        self._decoding.release(run)
 
     def _forget(self, run: Run, kind: str) -> None:
         """A request ends, with a seat or without."""
@@ -556,7 +559,7 @@ class Engine:
     def _leave(self, run: Run, kind: str) -> None:
         """A request gives back its seat and its blocks."""
         if run.job in self.held:
-            self._release(run)
+            self._end_hold(run)
         self.running.remove(run.job)
         self._decoding.discard(run)
         self._stop_overrun(run.job)

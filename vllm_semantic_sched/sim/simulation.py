@@ -269,8 +269,9 @@ class _Replica:
             return 0
         arrived, self._arrived = self._arrived, []
         for run in arrived:
-            self.core.arrive(run.job, self._events.now)
-            if self._settings.predictor.hold:  # known before the request arrives at the queue
+            holds = self._settings.predictor.hold
+            self.core.arrive(run.job, run.request.arrival if holds else self._events.now)
+            if holds:  # known before the request arrives at the queue
                 self.core.predicted(run.job, run.prediction)
             self.engine.submit(run)
         self._simulation.note_depth()

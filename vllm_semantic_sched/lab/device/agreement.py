@@ -7,7 +7,12 @@ from hashlib import blake2b
 import numpy as np
 
 from vllm_semantic_sched.lab.device.load import LoadRequest
-from vllm_semantic_sched.lab.device.virtual import EngineConfig, VirtualEngine, policy_keys
+from vllm_semantic_sched.lab.device.virtual import (
+    EngineConfig,
+    Record,
+    VirtualEngine,
+    policy_keys,
+)
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 from vllm_semantic_sched.sim.predictor import Predictions
 from vllm_semantic_sched.sim.request import SimRequest
@@ -81,7 +86,8 @@ class Agreement:
 
 
 def agreement(load: Sequence[LoadRequest], config: EngineConfig) -> Agreement:
-    """Run a load on the device, then in the simulator. The scheduler is ours."""
+    """Run a load, whose clients state levels, on the device, then in the simulator. The scheduler
+    is ours."""
     with VirtualEngine(config) as engine:
         engine.send(load)
         engine.run()
@@ -94,7 +100,7 @@ def device_figures_of(engine: VirtualEngine) -> Figures:
     """The figures of an engine that has served its load."""
     answered = [one for one in engine.records.values() if one.reason == _ANSWERED]
     return Figures(
-        _levels((one.level, one.ttft, one.latency) for one in answered),
+        _levels((_level(one), one.ttft, one.latency) for one in answered),
         len(engine.steps),
         sum(step.busy for step in engine.steps),
         sum(len(one.tokens) for one in answered),
@@ -128,7 +134,7 @@ def simulate_load(load: Sequence[LoadRequest], scenario: Scenario, limit: int) -
     engine = scenario.settings.engine
     requests = [
         SimRequest(
-            *(index, one.arrival, one.level, len(one.prompt), one.answer),
+            *(index, one.arrival, _level(one), len(one.prompt), one.answer),
             hint=one.level,
             limit=limit,
             blocks=tuple(_block_hashes(one, engine.block_size)) if engine.prefix_caching else (),
@@ -140,6 +146,12 @@ def simulate_load(load: Sequence[LoadRequest], scenario: Scenario, limit: int) -
     workload = Workload(arrivals, levels, prompts, outputs, recorded=requests)
     unread = Predictions([None] * len(requests), LengthBuckets((), (1.0,)))
     return simulate(scenario, _NAME, given=(workload, unread))
+
+
+def _level(one: LoadRequest | Record) -> int:
+    if one.level is None:
+        raise ValueError(f"request {one.name} states no level")
+    return one.level
 
 
 def _block_hashes(one: LoadRequest, size: int) -> Iterator[int]:
