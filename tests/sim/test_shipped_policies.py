@@ -85,6 +85,15 @@ def slow_answers(levels: int) -> Workload:
     )
 
 
+def recovery(levels: int) -> Workload:
+    """A crowd of level 1 that waits too long, then one after the other, and unimportant ones."""
+    rows = [(0.0, 1, 20)] * 40
+    rows += [(5.0 + second, 1, 2) for second in range(100)]
+    rows += [(5.5 + second, levels - 1, 2) for second in range(100)]
+    arrivals, at, answers = zip(*sorted(rows), strict=True)
+    return load_of(arrivals, at, [10] * len(rows), answers)
+
+
 def one_by_one(levels: int) -> Workload:
     """Urgent requests that come one after the other beside a long unimportant one."""
     urgent = 8
@@ -116,6 +125,7 @@ LOADS: dict[str, tuple[Callable[[int], Workload], Keys, bool]] = {
         {"seats": 40, "kv_blocks": 2000, "batch": SLOW | {"step": 0.1}},
         True,
     ),
+    "recovery": (recovery, {"seats": 4, "batch": SLOW | {"step": 0.01}}, True),
     "wave": (wave, {"seats": 20, "kv_blocks": 600}, True),
     "one tier": (
         lambda levels: load_of([0.0] * 30 + [1.0] * 30, [levels - 1] * 60, [10] * 60, [20] * 60),
@@ -249,6 +259,7 @@ SHOWN_BY: dict[str, tuple[str, ...]] = {
     "crowd": ("admission.queue.requests", "tenant.requests", "tiers.1.queue.requests"),
     "unimportant crowd": ("tiers.2.queue.requests", "reserve.mode", "tiers.1.reserve.kv"),
     "left behind": ("queue.timeout",),
+    "recovery": ("shedding.recover",),
     "claims": ("top.share", "preemption.after_limit"),
     "superseded": ("dedup.enabled", "dedup.running"),
     "mixed": ("pace", "reserved.preemption.victim"),
@@ -258,7 +269,7 @@ SHOWN_BY: dict[str, tuple[str, ...]] = {
         *("tiers.0.share", "tiers.1.share", "fair_share.enabled", "fair_share.window"),
         *("fair_share.max_levels", "admission.over_share", "preemption.min_level_gap"),
         *("preemptible", "takes_seats", "tiers.2.shed_order", "shedding.enabled"),
-        *("shedding.recover", "shedding.waiting", "deadlines.enabled", "deadlines.before"),
+        *("shedding.waiting", "deadlines.enabled", "deadlines.before"),
     ),
 }
 

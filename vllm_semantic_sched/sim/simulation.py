@@ -157,6 +157,8 @@ class Simulation:
             provisional=instant,
             stated=StatedLength(request.shortest, request.shortest if exact else None),
         )
+        if settings.predictor.hold:
+            replica.core.arrive(job, request.arrival)
         run = Run(request, job, prediction, engine=placed.engine)
         if awaits:
             replica.predictor.submit(run, reading_order(policy, hint, instant))
@@ -264,15 +266,16 @@ class _Replica:
 
     def _take_in(self) -> int:
         """Queue the requests that have arrived; how many. Until now the policy did not know them,
-        and as in the engine their waits count from now."""
+        and as in the engine their waits count from now; what is held for its prediction waits from
+        its arrival."""
         if not self._arrived:
             return 0
         arrived, self._arrived = self._arrived, []
         for run in arrived:
-            holds = self._settings.predictor.hold
-            self.core.arrive(run.job, run.request.arrival if holds else self._events.now)
-            if holds:  # known before the request arrives at the queue
+            if self._settings.predictor.hold:  # known before the request arrives at the queue
                 self.core.predicted(run.job, run.prediction)
+            else:
+                self.core.arrive(run.job, self._events.now)
             self.engine.submit(run)
         self._simulation.note_depth()
         return len(arrived)

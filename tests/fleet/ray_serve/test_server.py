@@ -183,7 +183,8 @@ def test_policy_is_reloaded_when_its_file_changes(module, policy):
     client = Client(policy)
 
     async def test(server):
-        await asyncio.sleep(0.2)
+        while len(client.asked) < 2:
+            await asyncio.sleep(0.02)
         assert client.asked == COMMANDS  # it may have changed since the engine read it
         policy.write_text(POLICY + "stage: {mode: gate}\n")
         while len(client.asked) < 4:
