@@ -20,9 +20,10 @@ class Gpu:
     memory: Mapping[str, float]
 
 
+_BESIDE_WEIGHTS = {"kv_gib": 58.0}  # of 80 GB, beside an 8B model in bf16
 SHIPPED = {
-    "a100": Gpu("default", 128, {"kv_gib": 58.0}),
-    "h100": Gpu("h100-8b", 256, {"kv_gib": 100.0}),
+    "a100": Gpu("default", 128, _BESIDE_WEIGHTS),
+    "h100": Gpu("h100-8b", 256, _BESIDE_WEIGHTS),
 }
 """Those with a profile in configs/profiles, as in docs/measurements/emulated-gpu.md."""
 _SEATS = 256  # vLLM's default for most GPUs
