@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +15,9 @@ LABEL = "emulated device: real vLLM, step times from a profile"
 @dataclass(frozen=True)
 class DeviceUse:
     """Of a window. `tokens`: output tokens per busy second; `idle`: share of the time in which the
-    device had nothing to do; `host_p50`, `host_p99`: seconds of a step's work on the host, from an
-    output to the next submission: update, arrivals, schedule()."""
+    device had nothing to do, around steps of at least half as many requests as the largest one (in
+    smaller ones it may wait for arrivals); `host_p50`, `host_p99`: seconds of a step's work on the
+    host, from an output to the next submission: update, arrivals, schedule()."""
 
     tokens: float
     idle: float
@@ -34,10 +36,17 @@ def read_use(trace: Path, begin: float, end: float) -> DeviceUse:
     steps = [step for step in steps if begin <= step["end"] < end]
     if not steps:
         return NOTHING
-    busy, idle = (
-        sum(step[name] for step in steps for name in names)
-        for names in (("seconds", "waited"), ("idle",))
-    )
+    half = max(map(_requests, steps)) / 2
+    full = [step for step in steps if _requests(step) >= half]
+    idle = sum(step["idle"] for step in full)
     p50, p99 = np.percentile([step["host"] for step in steps], [50, 99])
     tokens = sum(step["sampled"] for step in steps)
-    return DeviceUse(tokens / busy, idle / (busy + idle), float(p50), float(p99))
+    return DeviceUse(tokens / _busy(steps), idle / (_busy(full) + idle), float(p50), float(p99))
+
+
+def _requests(step: Mapping[str, float]) -> float:
+    return step["decodes"] + step["prefills"]
+
+
+def _busy(steps: Sequence[Mapping[str, float]]) -> float:
+    return sum(step["seconds"] + step["waited"] for step in steps)

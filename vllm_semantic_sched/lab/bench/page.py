@@ -312,8 +312,9 @@ def _devices(mix: str, rows: Rows) -> Iterator[Table]:
     yield Table.of(
         f"Mix {mix}: device and host ({LABEL})",
         cells,
-        note="until the last arrival; CPU times: of the whole load. host: from a step's output to "
-        "the next submission: update, arrivals, schedule(). Engine core: with the emulated worker",
+        note="until the last arrival; CPU times: of the whole load. idle: around steps at least "
+        "half as large as the largest. host: from a step's output to the next submission: update, "
+        "arrivals, schedule(). Engine core: with the emulated worker",
     )
 
 
