@@ -5,7 +5,7 @@ import json
 
 import pytest
 from alerts import panel_queries
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from monitoring import rule_queries, selectors
 from prometheus_client import REGISTRY, CollectorRegistry, Histogram
@@ -79,6 +79,7 @@ def test_busy_engine_reports_at_intervals_and_idle_one_at_once() -> None:
     assert message(counters, now=101.4, idle=True)["counters"] == [["invalid_hints", (), 5]]
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.floats(0, 2000), min_size=1, max_size=40),
     st.lists(st.integers(0, 40), max_size=4),
