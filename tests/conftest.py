@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import setuptools  # noqa: F401 - replaces distutils, which it cannot do once that is imported
 from hypothesis import settings
 
 # A busy machine must not fail a test by its slowness, and the same code gets the same verdict
