@@ -3,8 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_semantic_sched.lab.device.load import LoadRequest
+from vllm_semantic_sched.lab.device.load import Lengths, LoadConfig, LoadRequest, draw_load
 from vllm_semantic_sched.lab.device.virtual import EngineConfig, VirtualEngine
+
+# Short, so that a run takes a second.
+SHORT_LOAD = draw_load(
+    LoadConfig(
+        requests=60, rate=12.0, prompts=Lengths(5.5, 0.6, 20, 900), answers=Lengths(4, 0.6, 2, 200)
+    )
+)
 
 
 def run(load: Sequence[LoadRequest], **options: Any) -> tuple[dict[str, list[int]], list[str]]:

@@ -3,18 +3,12 @@
 from collections import Counter
 
 import pytest
+from virtual_runs import SHORT_LOAD
 
 from vllm_semantic_sched.lab.device.copies import EmulatedCopies
-from vllm_semantic_sched.lab.device.load import Lengths, LoadConfig, draw_load
 from vllm_semantic_sched.lab.device.virtual import EngineConfig, VirtualEngine
 
 pytestmark = pytest.mark.engine
-
-LOAD = draw_load(
-    LoadConfig(
-        requests=60, rate=12.0, prompts=Lengths(5.5, 0.6, 20, 900), answers=Lengths(4, 0.6, 2, 200)
-    )
-)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -41,7 +35,7 @@ def test_copies_run_in_line_or_beside_steps(beside, asynchronous, monkeypatch) -
     )
     with VirtualEngine(config) as engine:
         kept, deferred = engine.scheduler.preemptions.connector.ledger.kept, []
-        engine.send(LOAD)
+        engine.send(SHORT_LOAD)
         while engine.step():
             deferred.append(len(kept._kept))
         waited = sum(step.waited for step in engine.steps)

@@ -7,20 +7,16 @@ import sys
 from dataclasses import replace
 
 import pytest
+from virtual_runs import SHORT_LOAD as LOAD
 
-from vllm_semantic_sched.lab.bench.prompts import SHORT, Lengths
+from vllm_semantic_sched.lab.bench.prompts import SHORT
 from vllm_semantic_sched.lab.device.load import LoadConfig, draw_load
 from vllm_semantic_sched.lab.device.remote import REMOTE_CONNECTOR
 from vllm_semantic_sched.lab.device.virtual import VirtualRun, run_virtual
 
 pytestmark = pytest.mark.engine
 
-# Short, so that a run takes a second; few blocks, so that requests are preempted.
-LOAD = draw_load(
-    LoadConfig(
-        requests=60, rate=12.0, prompts=Lengths(5.5, 0.6, 20, 900), answers=Lengths(4, 0.6, 2, 200)
-    )
-)
+# Few blocks, so that requests are preempted.
 SMALL = {"seats": 16, "blocks": 110, "max_model_len": 1024}
 SWAP = {"retention": {"mode": "swap"}}
 """Policy keys that save each victim's KV."""
