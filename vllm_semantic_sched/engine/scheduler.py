@@ -38,7 +38,7 @@ from vllm_semantic_sched.policy.eviction.retention import PreemptionKind
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.overload.refusal import DROPPED, TOO_LARGE
-from vllm_semantic_sched.policy.profile.formula import AUTO, EngineProfile
+from vllm_semantic_sched.policy.profile.formula import AUTO, Batch, EngineProfile
 from vllm_semantic_sched.policy.step import SchedulingStep
 
 _MOST_MEASURED = 64  # lengths of encoder inputs for which the room beside them is remembered
@@ -228,14 +228,19 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                 self.step.achieved_nothing()
             batch = batch_of(output, self.requests, self.num_spec_tokens)
             self.step_clock.scheduled(output, batch, begin)
-            self._sample(output, begin)
+            self._sample(output, begin, batch)
         return output
 
-    def _sample(self, output: SchedulerOutput, begin: float) -> None:
-        """Begin to time a step for the event log."""
+    def _sample(self, output: SchedulerOutput, begin: float, batch: Batch | None = None) -> None:
+        """Begin to time a step for the event log. `batch`: what it holds, if that is known."""
         if self._event_log is not None and output.total_num_scheduled_tokens:
-            requests, drafts = self.requests, self.num_spec_tokens
-            self.samples.scheduled(output, begin, lambda: batch_of(output, requests, drafts))
+
+            def read() -> Batch:
+                if batch is not None:
+                    return batch
+                return batch_of(output, self.requests, self.num_spec_tokens)
+
+            self.samples.scheduled(output, begin, read)
 
     def update_from_output(
         self,
