@@ -24,6 +24,6 @@ export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
 
 # With more threads than cores, matrix products wait for each other.
 export OMP_NUM_THREADS=1
-# Three workers: on two cores, a third is at work while servers of the others wait. Files
+# Three workers on two cores: one works while the servers of the others wait. Files
 # run in the order of their folders, which puts the longest first.
 exec "$bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder --forbid-skips "$@"
