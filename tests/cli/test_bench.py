@@ -3,7 +3,6 @@
 import argparse
 import io
 import json
-import os
 
 import pytest
 from fake_results import (
@@ -178,8 +177,7 @@ def test_run_refuses_what_no_device_can_do(words, problem, tmp_path, capsys):
 
 
 @pytest.mark.engine
-def test_capacity_of_a_device_is_found_in_virtual_time(monkeypatch):
-    monkeypatch.setattr("os.environ", dict(os.environ))
+def test_capacity_of_a_device_is_found_in_virtual_time():
     one, two = (emulated._capacity("short", 40, 0, SHIPPED["h100"], seats) for seats in (5, 10))
     assert 500 < one < two < 2 * one  # tokens per second of 4 ms steps
 

@@ -77,15 +77,19 @@ def on_device(plan: "RunPlan", gpu: "Gpu", args: argparse.Namespace) -> "RunPlan
     if plan.overload is not None and args.model == _own_model(args):
         load = plan.workloads[0].config
         # A process of its own: this one is to send requests, without an engine's heap.
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=context, initializer=_be_quiet) as pool:
             given = load.prompts, _CAPACITY_ROUNDS * server.seats, load.seed, gpu, server.seats
             capacity = pool.submit(_capacity, *given).result()
     return replace(plan, server=server, capacity=capacity)
 
 
+def _be_quiet() -> None:
+    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
 def _capacity(prompts: str, requests: int, seed: int, gpu: "Gpu", seats: int) -> float:
     """Output tokens per second that FCFS gives while all seats are taken."""
-    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     from vllm_semantic_sched.lab.device.figures import capacity
     from vllm_semantic_sched.lab.device.load import LoadConfig, load_of
     from vllm_semantic_sched.lab.device.virtual import EngineConfig
