@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, Self
 
 from vllm_semantic_sched.engine.guard import guarded, logged
 from vllm_semantic_sched.engine.http.incoming import Incoming, Message, incoming, state_of
+from vllm_semantic_sched.engine.http.preparation_queue import PreparationQueue
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.startup.settings import load_settings
 from vllm_semantic_sched.engine.vllm_api import other_scheduler
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.estimates.decision import read_hints, reading_level
 from vllm_semantic_sched.policy.facts.prediction import Prediction
-from vllm_semantic_sched.policy.order.preparation import PreparationQueue
 from vllm_semantic_sched.predict.instant import InstantReader
 
 _SLOTS = 2  # the second keeps the thread busy while the first waits for the tokenizer's

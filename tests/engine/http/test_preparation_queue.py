@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.order.preparation import PreparationQueue
+from vllm_semantic_sched.engine.http.preparation_queue import PreparationQueue
 
 
 def test_urgent_request_overtakes_those_that_wait() -> None:
