@@ -13,7 +13,7 @@ import urllib.request
 import pytest
 from metrics_page import page_value, wait_until
 
-from vllm_semantic_sched.predict.shared import TOKEN_HEADER, admin_token
+from vllm_semantic_sched.policy.config.private_files import TOKEN_HEADER, admin_token
 
 pytestmark = pytest.mark.engine
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from vllm_semantic_sched.predict.shared import TOKEN_HEADER, admin_token
+from vllm_semantic_sched.policy.config.private_files import TOKEN_HEADER, admin_token
 
 _PREFIX = "/v1/semsched"
 _REQUIRED_OPTIONS = {

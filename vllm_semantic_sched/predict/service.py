@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from vllm_semantic_sched.policy.config.estimates import Predictor
+from vllm_semantic_sched.policy.config.private_files import own_folder
 from vllm_semantic_sched.policy.estimates.decision import raised_level
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
@@ -53,9 +54,10 @@ class PredictionService:
         self._command = [*command, "--threads", str(settings.threads)]
         if settings.model is not None:
             self._command += ["--model", settings.model]
-        if group is not None:
-            group = f"{group}-{_digest(repr(self._command)).hex()[:16]}"
-            self._command = shared_command(group, settings.timeout, self._command)
+        # Without a folder of its own, a user has no socket that others cannot reach.
+        if group is not None and (folder := own_folder()) is not None:
+            name = f"{group}-{_digest(repr(self._command)).hex()[:16]}"
+            self._command = shared_command(folder / name, settings.timeout, self._command)
         self._first_backoff = first_backoff
         self._pass_size = PassSize(settings.max_pass)
         self.cached = 0  # prompts answered from memory

@@ -9,11 +9,8 @@ import asyncio
 import contextlib
 import ctypes
 import fcntl
-import os
-import secrets
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,59 +20,21 @@ _RETRY = 0.1  # seconds; the first one may not listen yet
 _PR_SET_PDEATHSIG = 1
 
 
-def shared_command(group: str, timeout: float, worker: Sequence[str]) -> list[str]:
-    """The command line that shares a `worker` (a command line) within a group. A worker that does
-    not answer within `timeout` seconds is killed."""
+def shared_command(socket: Path, timeout: float, worker: Sequence[str]) -> list[str]:
+    """The command line that shares a `worker` (a command line) over a socket, in a folder that only
+    this user can use. A worker that does not answer within `timeout` seconds is killed."""
     own = [sys.executable, "-m", "vllm_semantic_sched.predict.shared"]
-    return [*own, "--group", group, "--timeout", str(timeout), "--", *worker]
+    return [*own, "--socket", str(socket), "--timeout", str(timeout), "--", *worker]
 
 
 def main() -> int:
     """Serve until stdin closes."""
     parser = argparse.ArgumentParser(description="Shares a predictor; started by the scheduler.")
-    parser.add_argument("--group", required=True)
+    parser.add_argument("--socket", type=Path, required=True)
     parser.add_argument("--timeout", type=float, required=True)
     parser.add_argument("worker", nargs="+")
     args = parser.parse_args()
-    folder = own_folder()
-    if folder is None:  # someone else's: do not share
-        os.execv(args.worker[0], args.worker)
-    return asyncio.run(_run(folder / args.group, args.timeout, args.worker))
-
-
-def own_folder() -> Path | None:
-    """A folder that only this user can use; None if there can be none."""
-    folder = Path(tempfile.gettempdir()) / f"semsched-{os.getuid()}"
-    with contextlib.suppress(OSError):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        if folder.is_dir() and found.st_uid == os.getuid() and not found.st_mode & 0o077:
-            return folder
-    return None
-
-
-TOKEN_HEADER = "X-Semsched-Token"  # of the operator endpoints
-
-
-def admin_token(port: int) -> str | None:
-    """The token of the server on a port, see `kept_secret`; None if there can be none."""
-    with contextlib.suppress(OSError):
-        if (folder := own_folder()) is not None:
-            return kept_secret(folder / f"{port}.token") or None
-    return None
-
-
-def kept_secret(path: Path) -> str:
-    """The secret in a file that only its user can read; whoever asks first makes it. OSError if
-    the file cannot be read or made."""
-    if not path.exists():
-        made = path.with_suffix(f".{os.getpid()}.new")
-        made.touch(mode=0o600)
-        made.write_text(secrets.token_hex(32))
-        with contextlib.suppress(FileExistsError):
-            os.link(made, path)  # whole, or not at all
-        made.unlink()
-    return path.read_text()
+    return asyncio.run(_run(args.socket, args.timeout, args.worker))
 
 
 async def _run(path: Path, timeout: float, command: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from vllm_semantic_sched.engine.http.incoming import state_of
 from vllm_semantic_sched.engine.startup import settings as startup
 from vllm_semantic_sched.engine.startup.settings import PolicyFile
 from vllm_semantic_sched.policy.config.overload import Events
-from vllm_semantic_sched.predict.shared import TOKEN_HEADER, admin_token, own_folder
+from vllm_semantic_sched.policy.config.private_files import TOKEN_HEADER, admin_token, own_folder
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unhooked")]
 

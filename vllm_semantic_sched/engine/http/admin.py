@@ -26,13 +26,13 @@ from vllm_semantic_sched.engine.http.siblings import Siblings, join_siblings
 from vllm_semantic_sched.engine.live_policy import hangup_may_reload
 from vllm_semantic_sched.engine.startup.settings import PolicyFile, parse_settings
 from vllm_semantic_sched.engine.vllm_api import call_engines, engine_count, other_scheduler
+from vllm_semantic_sched.policy.config.private_files import TOKEN_HEADER, admin_token
 from vllm_semantic_sched.predict.corrections import (
     Correction,
     append,
     corrections_path,
     read_corrections,
 )
-from vllm_semantic_sched.predict.shared import TOKEN_HEADER, admin_token
 
 PREFIX = "/v1/semsched"  # vLLM requires the API key under /v1
 LONGEST_ID = 512  # characters of a request id

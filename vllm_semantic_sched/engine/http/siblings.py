@@ -9,7 +9,7 @@ import numpy as np
 
 from vllm_semantic_sched.engine import vllm_api
 from vllm_semantic_sched.engine.guard import logger
-from vllm_semantic_sched.predict.shared import own_folder
+from vllm_semantic_sched.policy.config.private_files import own_folder
 
 
 class Siblings:

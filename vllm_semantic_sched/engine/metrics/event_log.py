@@ -15,12 +15,12 @@ from vllm_semantic_sched.engine.clock import unix_time
 from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.policy.config.overload import Events
+from vllm_semantic_sched.policy.config.private_files import kept_secret
 from vllm_semantic_sched.policy.events import Chain, Event, hash_ids
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.lifecycle import Listener, Transition
 from vllm_semantic_sched.predict import model_hash
-from vllm_semantic_sched.predict.shared import kept_secret
 
 _INTERVAL = 0.1  # seconds between writes; polling spares the engine's thread a wake-up call
 _CHUNK = 32  # lines per write; the file may be rotated between writes
