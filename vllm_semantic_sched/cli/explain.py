@@ -20,9 +20,9 @@ from rich.text import Text
 from vllm_semantic_sched.cli.arguments import failing, positive
 from vllm_semantic_sched.cli.console import make_console, make_table
 from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY
+from vllm_semantic_sched.operate.explain import Explanation, InstantPart, PartRead, explain
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.profile.formula import load_profile
-from vllm_semantic_sched.predict.explain import Explanation, InstantPart, PartRead, explain
 
 _WORDS_SHOWN = 12
 _BAR = 24  # characters for a probability of 1

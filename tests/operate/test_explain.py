@@ -2,10 +2,10 @@
 
 import pytest
 
+from vllm_semantic_sched.operate.explain import explain
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.profile.formula import load_profile
-from vllm_semantic_sched.predict.explain import explain
 from vllm_semantic_sched.predict.second_look import MOST_PARTS
 
 PROFILE = load_profile("default")
