@@ -253,7 +253,7 @@ def _run_simulator(args: argparse.Namespace) -> None:
 
 def _run_make_model(args: argparse.Namespace) -> None:
     if args.real:
-        from vllm_semantic_sched.lab.bench.real_model import make_real_model
+        from vllm_semantic_sched.operate.real_model import make_real_model
 
         written = make_real_model(args.directory)
     elif args.shape:

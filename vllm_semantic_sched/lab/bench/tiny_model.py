@@ -7,13 +7,13 @@ by the rules of Qwen's vocabulary.)
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 
+from vllm_semantic_sched.operate.real_model import write_once
+
 _SENTENCEPIECE_FILE = "mistral_instruct_tokenizer_240323.model.v3"
-_STAMP = "semsched_model.json"
 
 # Roles appear in the prompt as plain words: an urgency predictor that reads the served text meets
 # them as it would with a chat model.
@@ -59,17 +59,6 @@ def make_model(directory: Path, config: TinyModelConfig = SIZES["tiny"]) -> bool
     already. FileNotFoundError if `mistral_common` lacks the expected tokenizer file."""
     wanted = json.dumps(asdict(config), sort_keys=True)
     return write_once(directory, wanted, lambda: _write(directory, config))
-
-
-def write_once(directory: Path, wanted: str, write: Callable[[], None]) -> bool:
-    """Write a folder unless its stamp says that it is what is wanted."""
-    stamp = directory / _STAMP
-    if stamp.is_file() and stamp.read_text() == wanted:
-        return False
-    write()
-    # Last: a run that was interrupted leaves no stamp and starts over.
-    stamp.write_text(wanted)
-    return True
 
 
 def _write(directory: Path, config: TinyModelConfig) -> None:

