@@ -3,11 +3,11 @@ evaluation."""
 
 import random
 
+from vllm_semantic_sched.lab.datasets import TriageVisit
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import decide_level
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict.corrections import Correction
-from vllm_semantic_sched.sim.datasets import TriageVisit
 
 VISIT = TriageVisit(
     level=1,

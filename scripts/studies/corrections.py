@@ -18,7 +18,7 @@ from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import decide_level
 from vllm_semantic_sched.predict.corrections import Correction
 from vllm_semantic_sched.predict.model import TextPredictor
-from vllm_semantic_sched.sim.datasets import data_root
+from vllm_semantic_sched.sim.data_folder import data_root
 
 _SETS = {"nhamcs-test": (50, 200, 1000), "ktas": (50, 200, 400)}
 _DECISION = Decision()

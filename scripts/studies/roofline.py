@@ -37,7 +37,7 @@ from vllm_semantic_sched.policy.profile.devices import Device, device_named
 from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile, load_profile
 from vllm_semantic_sched.policy.profile.model_shape import ModelShape
 from vllm_semantic_sched.policy.profile.roofline import Roofline
-from vllm_semantic_sched.sim.datasets import data_root
+from vllm_semantic_sched.sim.data_folder import data_root
 
 # Kernels of a layer, and how often each of them runs.
 _KERNELS = {

@@ -29,7 +29,7 @@ from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.predict.model import TextPredictor
 from vllm_semantic_sched.predict.second_look import MOST_PARTS, parts_of
 from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_text
-from vllm_semantic_sched.sim.datasets import data_root
+from vllm_semantic_sched.sim.data_folder import data_root
 
 _SENTENCE_END = re.compile(r"(?<=[.?!…])\s+|(?<=[。！？।۔])|\n+")
 _URGENT = 1

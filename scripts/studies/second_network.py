@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from common import main
 
-from vllm_semantic_sched.sim.datasets import data_root
+from vllm_semantic_sched.sim.data_folder import data_root
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.lab.evaluation.examples import Example

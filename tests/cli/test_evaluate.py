@@ -9,6 +9,7 @@ from html_pages import read_page
 from predictor_examples import TwoLevels
 
 from vllm_semantic_sched.cli import main
+from vllm_semantic_sched.lab.datasets import split_of
 from vllm_semantic_sched.lab.evaluation.baselines import (
     MAJORITY,
     MEDIAN,
@@ -23,7 +24,6 @@ from vllm_semantic_sched.lab.evaluation.measure import (
 )
 from vllm_semantic_sched.predict.instant import InstantReader
 from vllm_semantic_sched.predict.model import TextPredictor
-from vllm_semantic_sched.sim.datasets import split_of
 
 COMPOSITIONS = Path(__file__).parents[1] / "data/compositions"
 TABLE = (

@@ -60,7 +60,7 @@ def test_skeleton_keeps_every_contract(skeleton: Path):
     ("importer", "line", "contract"),
     [
         ("policy.core", "import vllm_semantic_sched.engine", "layers"),
-        ("policy.core", "import vllm_semantic_sched.sim.datasets", "layers"),
+        ("policy.core", "import vllm_semantic_sched.sim.workload", "layers"),
         ("sim", "import vllm_semantic_sched.engine", "layers"),
         ("sim", "import vllm_semantic_sched.lab.bench", "layers"),
         ("predict", "if TYPE_CHECKING: import vllm_semantic_sched.engine", "layers"),

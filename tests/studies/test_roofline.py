@@ -9,7 +9,7 @@ import roofline as study
 from vllm_semantic_sched.policy.profile.devices import device_named
 from vllm_semantic_sched.policy.profile.formula import load_profile
 from vllm_semantic_sched.policy.profile.roofline import Roofline
-from vllm_semantic_sched.sim.datasets import data_root
+from vllm_semantic_sched.sim.data_folder import data_root
 
 
 def row(tokens: int, milliseconds: float, devices: int = 1) -> dict[str, str]:

@@ -28,7 +28,7 @@ from vllm_semantic_sched.lab.evaluation.domain import Domain, load_domain
 from vllm_semantic_sched.lab.report.page import markdown
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.config.estimates import Decision
-from vllm_semantic_sched.sim.datasets import data_root
+from vllm_semantic_sched.sim.data_folder import data_root
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.lab.evaluation.baselines import Guesser

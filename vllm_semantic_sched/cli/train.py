@@ -38,7 +38,7 @@ from vllm_semantic_sched.cli.evaluate import measure_of, report_on
 from vllm_semantic_sched.lab.evaluation.examples import read_labeled_set
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.config.estimates import Decision
-from vllm_semantic_sched.sim.datasets import data_root
+from vllm_semantic_sched.sim.data_folder import data_root
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.lab.evaluation.baselines import Guesser

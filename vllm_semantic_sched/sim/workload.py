@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_semantic_sched.sim.datasets import data_root
+from vllm_semantic_sched.sim.data_folder import data_root
 from vllm_semantic_sched.sim.request import SimRequest
 from vllm_semantic_sched.sim.sections import Lengths, WorkloadModel
 

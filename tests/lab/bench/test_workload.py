@@ -18,8 +18,8 @@ from vllm_semantic_sched.lab.bench.workload import (
     tables,
     write_message,
 )
+from vllm_semantic_sched.lab.datasets import TextLength
 from vllm_semantic_sched.predict.window import user_turns
-from vllm_semantic_sched.sim.datasets import TextLength
 
 BUILTIN, _ = question_source(None)
 CONFIG = WorkloadConfig(requests=200, gap=0.5, max_burst=20, seed=3)

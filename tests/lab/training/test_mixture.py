@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 from predictor_examples import VISIT
 
+from vllm_semantic_sched.lab.datasets import TextLength
 from vllm_semantic_sched.lab.evaluation.domain import Domain, load_domain
 from vllm_semantic_sched.lab.training.mixture import (
     Sources,
@@ -14,7 +15,6 @@ from vllm_semantic_sched.lab.training.mixture import (
 )
 from vllm_semantic_sched.policy.facts.files import shipped_names
 from vllm_semantic_sched.policy.facts.section import parse_section
-from vllm_semantic_sched.sim.datasets import TextLength
 
 LEVELS = [{"name": "now", "meaning": "Stop."}, {"name": "later", "meaning": "All else."}]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vllm_semantic_sched.sim.datasets import data_root
+from vllm_semantic_sched.sim.data_folder import data_root
 
 BLOCK_TOKENS = 512
 """Tokens of a block of a trace, as in Mooncake's."""

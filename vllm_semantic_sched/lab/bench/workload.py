@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_semantic_sched.lab.bench.prompts import BLOCK_TOKENS, Size, draw_sizes, is_trace
-from vllm_semantic_sched.sim.datasets import (
+from vllm_semantic_sched.lab.datasets import (
     TextLength,
-    data_root,
     instruction_pairs,
     medical_questions,
 )
+from vllm_semantic_sched.sim.data_folder import data_root
 
 # The command line shows the defaults below: numpy is imported only where a workload is drawn.
 if TYPE_CHECKING:

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_semantic_sched.lab.evaluation.domain import Domain, load_domain
-from vllm_semantic_sched.predict import URGENCY_LEVELS
-from vllm_semantic_sched.sim.datasets import (
+from vllm_semantic_sched.lab.datasets import (
     alpaca_eval_answers,
     instruction_pairs,
     ktas_visits,
     medical_questions,
     triage_visits,
 )
+from vllm_semantic_sched.lab.evaluation.domain import Domain, load_domain
+from vllm_semantic_sched.predict import URGENCY_LEVELS
 
 BUILTIN_SETS = {
     "nhamcs-test": "Emergency visits of the NHAMCS survey, from hospitals kept for testing.",

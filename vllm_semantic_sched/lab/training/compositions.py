@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+from vllm_semantic_sched.lab.datasets import Split
 from vllm_semantic_sched.lab.evaluation.examples import Example
 from vllm_semantic_sched.lab.training import messages
 from vllm_semantic_sched.lab.training.noise import hasty, without_marks
 from vllm_semantic_sched.lab.training.wording import Parts, composition_parts, fill, surroundings
-from vllm_semantic_sched.sim.datasets import Split
 
 # A message's level is drawn with these weights: emergencies are what compositions hide.
 _LEVEL_WEIGHTS = (6, 4, 1.5, 1, 0)

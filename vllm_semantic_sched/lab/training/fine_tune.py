@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
+from vllm_semantic_sched.lab.datasets import split_of
 from vllm_semantic_sched.lab.evaluation.domain import Domain, load_domain
 from vllm_semantic_sched.lab.evaluation.examples import Example, read_examples, write_examples
 from vllm_semantic_sched.lab.evaluation.metrics import likeliest
@@ -23,7 +24,6 @@ from vllm_semantic_sched.predict.instant import InstantTable
 from vllm_semantic_sched.predict.model import TextPredictor
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 from vllm_semantic_sched.predict.weights import load_network
-from vllm_semantic_sched.sim.datasets import split_of
 
 # In the folder of a fine-tuned model: the texts that it was and was not trained on.
 TRAINING_FILE = "train.csv"

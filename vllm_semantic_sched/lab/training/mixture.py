@@ -7,6 +7,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self, TypeVar
 
+from vllm_semantic_sched.lab.datasets import (
+    Split,
+    TextLength,
+    TriageVisit,
+    instruction_pairs,
+    medical_questions,
+    split_of,
+    triage_visits,
+)
 from vllm_semantic_sched.lab.evaluation.domain import WORD, Domain
 from vllm_semantic_sched.lab.evaluation.examples import Example
 from vllm_semantic_sched.lab.training import messages, visits
@@ -19,15 +28,6 @@ from vllm_semantic_sched.lab.training.noise import (
     without_marks,
 )
 from vllm_semantic_sched.lab.training.wording import capital, choose, surroundings, written_rows
-from vllm_semantic_sched.sim.datasets import (
-    Split,
-    TextLength,
-    TriageVisit,
-    instruction_pairs,
-    medical_questions,
-    split_of,
-    triage_visits,
-)
 
 _Item = TypeVar("_Item")
 

@@ -4,6 +4,7 @@ import random
 import re
 from bisect import bisect_right
 
+from vllm_semantic_sched.lab.datasets import TriageVisit
 from vllm_semantic_sched.lab.training.wording import (
     Person,
     capital,
@@ -13,7 +14,6 @@ from vllm_semantic_sched.lab.training.wording import (
     surroundings,
     visit_texts,
 )
-from vllm_semantic_sched.sim.datasets import TriageVisit
 
 
 def visit_message(visit: TriageVisit, rng: random.Random) -> str:

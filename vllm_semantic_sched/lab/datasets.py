@@ -1,5 +1,5 @@
 """Readers of the optional data folder, for training, evaluation and load generation. Each takes the
-folder's root (see `data_root`) and yields records in file order.
+folder's root (see `sim.data_folder`) and yields records in file order.
 
 Files below the root (each folder's own SOURCE.txt gives origin and license):
 
@@ -13,7 +13,6 @@ Files below the root (each folder's own SOURCE.txt gives origin and license):
 import csv
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,13 +54,6 @@ class TriageVisit:
     heart_rate: int | None
     systolic: int | None
     oxygen: int | None
-
-
-def data_root() -> Path | None:
-    """The data folder: `SEMSCHED_DATA`, else `../shared/data` beside the project, else None."""
-    beside = Path(__file__).resolve().parents[3] / "shared" / "data"
-    root = Path(os.environ.get("SEMSCHED_DATA") or beside)
-    return root if root.is_dir() else None
 
 
 def split_of(key: str) -> Split:

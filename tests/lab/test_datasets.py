@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from vllm_semantic_sched.sim import datasets
+from vllm_semantic_sched.lab import datasets
 
 
 def test_split_is_stable_and_about_80_10_10():
@@ -16,13 +16,6 @@ def test_split_is_stable_and_about_80_10_10():
     splits = [datasets.split_of(f"prompt {number}") for number in range(5000)]
     assert 0.77 < splits.count("train") / 5000 < 0.83
     assert 0.08 < splits.count("test") / 5000 < 0.12
-
-
-def test_data_root_follows_the_variable(tmp_path, monkeypatch):
-    monkeypatch.setenv("SEMSCHED_DATA", str(tmp_path))
-    assert datasets.data_root() == tmp_path
-    monkeypatch.setenv("SEMSCHED_DATA", str(tmp_path / "absent"))
-    assert datasets.data_root() is None
 
 
 def test_instruction_pairs_join_input_and_count_tokens(tmp_path):
