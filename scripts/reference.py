@@ -14,7 +14,7 @@ import yaml
 
 from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.facts.section import Key, keys_of
+from vllm_semantic_sched.policy.config.section import Key, keys_of
 from vllm_semantic_sched.policy.live import restart_reason
 from vllm_semantic_sched.policy.overload.refusal import Code
 

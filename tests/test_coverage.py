@@ -5,7 +5,7 @@ import re
 import pytest
 from test_documentation import DOCS, ROOT, anchors_of
 
-from vllm_semantic_sched.policy.facts.files import shipped_names
+from vllm_semantic_sched.policy.config.files import shipped_names
 
 MEASUREMENTS = DOCS / "measurements"
 IDS = [

@@ -21,8 +21,8 @@ from vllm_semantic_sched.cli import parse
 from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS
 from vllm_semantic_sched.engine.startup.settings import EngineSettings
 from vllm_semantic_sched.policy.config import Policy, load_policy, parse_policy
-from vllm_semantic_sched.policy.facts.files import shipped_names
-from vllm_semantic_sched.policy.facts.section import keys_of, parse_section
+from vllm_semantic_sched.policy.config.files import shipped_names
+from vllm_semantic_sched.policy.config.section import keys_of, parse_section
 from vllm_semantic_sched.policy.overload.refusal import Code
 from vllm_semantic_sched.sim.scenario import parse_scenarios
 from vllm_semantic_sched.sim.sections import Settings

@@ -12,7 +12,7 @@ from alerts import DASHBOARD, FOLDER, RULES, panel_queries
 from monitoring import rule_queries, selectors
 
 from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS
-from vllm_semantic_sched.policy.facts.files import shipped_names
+from vllm_semantic_sched.policy.config.files import shipped_names
 from vllm_semantic_sched.sim.metrics import ALL
 from vllm_semantic_sched.sim.runner import Task, run_task
 from vllm_semantic_sched.sim.scenario import load_scenarios

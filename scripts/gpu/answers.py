@@ -51,7 +51,7 @@ def draw_requests(scale: float) -> list[Request]:
 
 def policy(swap: bool) -> dict[str, Any]:
     """The default policy, told the urgency. By its cost, KV of a small model is never swapped."""
-    from vllm_semantic_sched.policy.facts.files import read_config
+    from vllm_semantic_sched.policy.config.files import read_config
 
     data, _ = read_config("ems", kind="policy")
     data |= {"predictor": {"enabled": False}}

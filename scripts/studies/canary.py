@@ -22,7 +22,7 @@ from vllm_semantic_sched.lab.bench.results import environment
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.lab.bench.workload import WorkloadConfig, make_workload
 from vllm_semantic_sched.operate.client import AdminClient
-from vllm_semantic_sched.policy.facts.files import read_config
+from vllm_semantic_sched.policy.config.files import read_config
 
 CANDIDATES: dict[str, dict[str, Any]] = {
     "good": {"protect": {"level": 0, "price": 0.02}},

@@ -22,7 +22,7 @@ from vllm_semantic_sched.cli.comparison import add_server_arguments
 from vllm_semantic_sched.cli.console import print_table
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.lab.bench.workload import BenchRequest, write_context, write_message
-from vllm_semantic_sched.policy.facts.files import read_config
+from vllm_semantic_sched.policy.config.files import read_config
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.lab.bench.client import Record

@@ -20,7 +20,7 @@ from vllm_semantic_sched.lab.bench.client import Progress
 from vllm_semantic_sched.lab.bench.compare import compare
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec, swap_arguments
 from vllm_semantic_sched.policy.config import parse_policy
-from vllm_semantic_sched.policy.facts.files import read_config
+from vllm_semantic_sched.policy.config.files import read_config
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.lab.bench.results import MixResult

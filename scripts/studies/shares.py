@@ -22,8 +22,8 @@ from vllm_semantic_sched.lab.bench.results import environment
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.lab.bench.workload import BenchRequest, WorkloadConfig, make_workload
 from vllm_semantic_sched.policy.config import parse_policy
-from vllm_semantic_sched.policy.facts.files import read_config
-from vllm_semantic_sched.policy.facts.tiers import target_shares
+from vllm_semantic_sched.policy.config.files import read_config
+from vllm_semantic_sched.policy.config.tiers import target_shares
 
 VARIANTS = {"shares": None, "nothing refused": "off"}  # admission.over_share
 _MIX = "1:1:1:0:0"

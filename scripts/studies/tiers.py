@@ -27,8 +27,8 @@ from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.lab.bench.usage import read_counters
 from vllm_semantic_sched.lab.bench.workload import Workload, WorkloadConfig, make_workload
 from vllm_semantic_sched.policy.config import load_policy
+from vllm_semantic_sched.policy.config.files import read_config
 from vllm_semantic_sched.policy.config.order import ROUNDING
-from vllm_semantic_sched.policy.facts.files import read_config
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -34,7 +34,7 @@ from vllm_semantic_sched.lab.device.load import LoadConfig, LoadRequest, draw_lo
 from vllm_semantic_sched.lab.device.virtual import EngineConfig, VirtualEngine
 from vllm_semantic_sched.lab.whatif import METRICS, SAME, read_log, replay
 from vllm_semantic_sched.policy.config import load_policy, parse_policy
-from vllm_semantic_sched.policy.facts.files import shipped_names
+from vllm_semantic_sched.policy.config.files import shipped_names
 
 TARGETS = {"mean E2E": 0.03, "p99 TTFT": 0.10, "steps": 0.02}
 """Largest error of each figure; that of p99 TTFT counts for each level."""

@@ -5,7 +5,7 @@ import pytest
 from vllm_semantic_sched.cli import main
 from vllm_semantic_sched.cli.console import describe_keys
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.facts.section import keys_of
+from vllm_semantic_sched.policy.config.section import keys_of
 from vllm_semantic_sched.sim.sections import Settings
 
 

@@ -15,10 +15,10 @@ from vllm_semantic_sched.engine.scheduler import SemanticScheduler
 from vllm_semantic_sched.lab.bench.standalone import build_scheduler, make_request, run_step
 from vllm_semantic_sched.operate.audit import Audit
 from vllm_semantic_sched.policy.config.overload import Events
+from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.events import Event
 from vllm_semantic_sched.policy.facts.job import JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction
-from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.lifecycle import Transition
 
 pytestmark = pytest.mark.engine

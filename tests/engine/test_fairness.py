@@ -19,8 +19,8 @@ from vllm_semantic_sched.lab.bench.standalone import (
     model_output,
     run_step,
 )
-from vllm_semantic_sched.policy.facts.files import read_config
-from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.config.files import read_config
+from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
 
 pytestmark = pytest.mark.engine

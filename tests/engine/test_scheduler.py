@@ -24,8 +24,8 @@ from vllm_semantic_sched.lab.bench.standalone import (
     model_output,
     run_step,
 )
+from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.predict.second_look import SecondLooks
 
 pytestmark = pytest.mark.engine

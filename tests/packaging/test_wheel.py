@@ -103,7 +103,7 @@ def test_installed_package_finds_its_policies_by_name(wheel: Path, tmp_path: Pat
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(target)
     code = (
-        "import vllm_semantic_sched.policy.facts.files as files;"
+        "import vllm_semantic_sched.policy.config.files as files;"
         "print(files.__file__, files.resolve_config('ems', 'policy'), sep='\\n')"
     )
     printed = subprocess.run(

@@ -10,7 +10,7 @@ from made_up_profile import CHEAP_COPIES
 from parity.record_engine import REQUESTS, EngineCase, run
 from parity.recording import Recording
 from parity.replay import replay
-from vllm_semantic_sched.policy.facts.files import shipped_names
+from vllm_semantic_sched.policy.config.files import shipped_names
 
 pytestmark = pytest.mark.engine
 

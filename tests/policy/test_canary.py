@@ -19,8 +19,8 @@ from vllm_semantic_sched.policy.canary import (
     compare,
     plain,
 )
+from vllm_semantic_sched.policy.config.tiers import Slo, Tier
 from vllm_semantic_sched.policy.facts.job import Job, JobState
-from vllm_semantic_sched.policy.facts.tiers import Slo, Tier
 from vllm_semantic_sched.policy.lifecycle import Transition
 from vllm_semantic_sched.policy.overload.slo import MEASURES
 

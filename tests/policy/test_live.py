@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 from jobs import step, take_next
 
 from vllm_semantic_sched.policy.config import Policy, parse_policy
+from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.estimates.decision import Hint
 from vllm_semantic_sched.policy.facts.job import LevelSource
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.live import (
     NEEDS_RESTART,
     changed_keys,

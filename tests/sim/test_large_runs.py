@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from vllm_semantic_sched.lab.bench.overhead import measure_simulator
+from vllm_semantic_sched.policy.config.tiers import Slo
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
-from vllm_semantic_sched.policy.facts.tiers import Slo
 from vllm_semantic_sched.sim.metrics import DepthHistory, Recorder
 from vllm_semantic_sched.sim.request import Run, SimRequest
 from vllm_semantic_sched.sim.scenario import load_scenarios

@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 from small_scenario import SMALL
 
-from vllm_semantic_sched.policy.facts.files import shipped_names
-from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.config.files import shipped_names
+from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.sim.scenario import load_scenarios, parse_scenarios
 from vllm_semantic_sched.sim.simulation import simulate
 from vllm_semantic_sched.sim.workload import WorkloadError

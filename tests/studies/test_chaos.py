@@ -14,7 +14,7 @@ from chaos import (
 )
 
 from vllm_semantic_sched.policy.config import Policy, load_policy
-from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.live import changed_keys, check_live_change
 
 STAYS = Visit(0, True, {}, None)

@@ -12,7 +12,7 @@ from kv_copy import Shape, measure
 from vllm_semantic_sched.lab.bench.results import MixResult
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.policy.config import load_policy
-from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.config.section import PolicyError
 
 WORKLOAD = fake_workload()
 

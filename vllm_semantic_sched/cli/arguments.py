@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.config.section import PolicyError
 
 
 class Failure(Exception):

@@ -14,8 +14,8 @@ from vllm_semantic_sched.cli.console import print_table
 from vllm_semantic_sched.lab.report.content import number_text
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
 from vllm_semantic_sched.policy.canary import compare
-from vllm_semantic_sched.policy.facts.files import read_config
-from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.config.files import read_config
+from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.overload.slo import MEASURES
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from vllm_semantic_sched.lab.report.content import Page
 from vllm_semantic_sched.lab.report.page import FILE_NAME, write_page
-from vllm_semantic_sched.policy.facts.section import Section, keys_of
+from vllm_semantic_sched.policy.config.section import Section, keys_of
 
 _WIDTH = 160
 

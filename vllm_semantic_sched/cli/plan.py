@@ -12,7 +12,7 @@ from tqdm import tqdm
 from vllm_semantic_sched.cli import arguments
 from vllm_semantic_sched.cli.console import make_console, print_table, save_page
 from vllm_semantic_sched.lab.report.plan import plan_page, rate, rows, write_plan
-from vllm_semantic_sched.policy.facts.files import shipped_names
+from vllm_semantic_sched.policy.config.files import shipped_names
 from vllm_semantic_sched.policy.overload.slo import targets
 from vllm_semantic_sched.sim.plan import QUESTIONS, answer
 from vllm_semantic_sched.sim.runner import mapped

@@ -5,10 +5,10 @@ import argparse
 from vllm_semantic_sched.cli.arguments import Failure, add_server_arguments, failing
 from vllm_semantic_sched.cli.console import describe_keys
 from vllm_semantic_sched.operate.client import AdminClient, AdminError, send_hangup
-from vllm_semantic_sched.policy.config import Policy, load_policy
-from vllm_semantic_sched.policy.facts.files import resolve_config, shipped_names
-from vllm_semantic_sched.policy.facts.section import PolicyError
-from vllm_semantic_sched.policy.profile.formula import AUTO, load_profile
+from vllm_semantic_sched.policy.config import AUTO, Policy, load_policy
+from vllm_semantic_sched.policy.config.files import resolve_config, shipped_names
+from vllm_semantic_sched.policy.config.section import PolicyError
+from vllm_semantic_sched.policy.profile.formula import load_profile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

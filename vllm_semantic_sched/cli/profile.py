@@ -23,7 +23,7 @@ import psutil
 from vllm_semantic_sched.cli.arguments import Failure, failing, positive
 from vllm_semantic_sched.cli.console import print_table
 from vllm_semantic_sched.lab.profiling.live_engine import BadOptions, LiveEngine
-from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.profile import formula
 from vllm_semantic_sched.policy.profile.devices import Device, device_named, known_devices
 from vllm_semantic_sched.policy.profile.model_shape import ModelShape

@@ -30,7 +30,7 @@ from vllm_semantic_sched.engine.startup.settings import SWAP_CONNECTOR
 from vllm_semantic_sched.operate.doctor import available_memory
 from vllm_semantic_sched.operate.real_model import NoRealModel, make_real_model
 from vllm_semantic_sched.policy.config import load_policy
-from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.profile.formula import load_profile
 
 SCHEDULER = "vllm_semantic_sched.SemanticScheduler"

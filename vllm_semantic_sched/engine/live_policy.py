@@ -16,8 +16,8 @@ from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.policy import live
 from vllm_semantic_sched.policy.canary import Canary, Plan, plain
 from vllm_semantic_sched.policy.config import Policy, parse_policy
+from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 _LOOK = 0.5  # seconds between two looks at the promises of a canary

@@ -32,13 +32,13 @@ from vllm_semantic_sched.engine.startup.auto_profile import engine_profile
 from vllm_semantic_sched.engine.startup.settings import load_settings
 from vllm_semantic_sched.engine.view import VllmView
 from vllm_semantic_sched.engine.vllm_api import PauseState, Request, SchedulerOutput, VllmConfig
-from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.config import AUTO, Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.eviction.retention import PreemptionKind
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.overload.refusal import DROPPED, TOO_LARGE
-from vllm_semantic_sched.policy.profile.formula import AUTO, Batch, EngineProfile
+from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
 from vllm_semantic_sched.policy.step import SchedulingStep
 
 _MOST_MEASURED = 64  # lengths of encoder inputs for which the room beside them is remembered

@@ -15,9 +15,9 @@ from vllm_semantic_sched.lab.profiling.fit import fit_profile
 from vllm_semantic_sched.lab.profiling.live_engine import Step
 from vllm_semantic_sched.operate.event_log import END_STATES, events_in
 from vllm_semantic_sched.policy.config import Policy, parse_policy
+from vllm_semantic_sched.policy.config.section import parse_section
+from vllm_semantic_sched.policy.config.tiers import Slo
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.policy.facts.section import parse_section
-from vllm_semantic_sched.policy.facts.tiers import Slo
 from vllm_semantic_sched.policy.overload.slo import targets
 from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
 from vllm_semantic_sched.predict import stored_buckets

@@ -25,10 +25,10 @@ from vllm_semantic_sched.engine.startup.settings import (
 )
 from vllm_semantic_sched.engine.version import UnsupportedVersion, check_vllm_version
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
-from vllm_semantic_sched.policy.config import Policy, load_policy
-from vllm_semantic_sched.policy.facts.section import PolicyError, parse_section
+from vllm_semantic_sched.policy.config import AUTO, Policy, load_policy
+from vllm_semantic_sched.policy.config.section import PolicyError, parse_section
 from vllm_semantic_sched.policy.live import fingerprint
-from vllm_semantic_sched.policy.profile.formula import AUTO, EngineProfile, load_profile
+from vllm_semantic_sched.policy.profile.formula import EngineProfile, load_profile
 
 _PACKAGE = "vllm-semantic-sched"
 _VLLM_PORT = 8000  # vLLM's default

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from vllm_semantic_sched.policy.config.tiers import Tier
 from vllm_semantic_sched.policy.facts.job import Job, JobState
-from vllm_semantic_sched.policy.facts.tiers import Tier
 from vllm_semantic_sched.policy.lifecycle import Listener, Transition
 from vllm_semantic_sched.policy.overload.slo import MEASURES
 

@@ -5,9 +5,9 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.facts.section import PolicyError
-from vllm_semantic_sched.policy.profile.formula import AUTO, EngineProfile
+from vllm_semantic_sched.policy.config import AUTO, Policy
+from vllm_semantic_sched.policy.config.section import PolicyError
+from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 # Key or group of keys: why it cannot change.
 NEEDS_RESTART = {

@@ -8,8 +8,8 @@ from typing import Self
 
 import numpy as np
 
+from vllm_semantic_sched.policy.config.tiers import Slo
 from vllm_semantic_sched.policy.facts.job import PassCause
-from vllm_semantic_sched.policy.facts.tiers import Slo
 from vllm_semantic_sched.policy.overload.slo import targets
 from vllm_semantic_sched.sim.request import Run
 

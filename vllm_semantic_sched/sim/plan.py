@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vllm_semantic_sched.policy.facts.tiers import Slo
+from vllm_semantic_sched.policy.config.tiers import Slo
 from vllm_semantic_sched.policy.overload.slo import targets
 from vllm_semantic_sched.sim.runner import Task, cells_of, run_task
 from vllm_semantic_sched.sim.scenario import Scenario

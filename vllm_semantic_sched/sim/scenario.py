@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_semantic_sched.policy.config import Policy, parse_policy
-from vllm_semantic_sched.policy.facts.files import read_config
-from vllm_semantic_sched.policy.facts.section import PolicyError, parse_section
-from vllm_semantic_sched.policy.facts.tiers import Slo
+from vllm_semantic_sched.policy.config.files import read_config
+from vllm_semantic_sched.policy.config.section import PolicyError, parse_section
+from vllm_semantic_sched.policy.config.tiers import Slo
 from vllm_semantic_sched.policy.profile.formula import EngineProfile, load_profile
 from vllm_semantic_sched.sim.sections import Settings
 

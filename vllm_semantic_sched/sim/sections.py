@@ -4,8 +4,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from vllm_semantic_sched.policy.facts.section import Section
-from vllm_semantic_sched.policy.facts.tiers import Slo
+from vllm_semantic_sched.policy.config.section import Section
+from vllm_semantic_sched.policy.config.tiers import Slo
 from vllm_semantic_sched.policy.profile.formula import BatchTerms
 
 Routing = Literal["round_robin", "least_loaded", "urgency_aware"]

@@ -12,7 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.engine.kv.ledger import HostPool
 from vllm_semantic_sched.lab.bench.standalone import build_scheduler
-from vllm_semantic_sched.policy.facts.files import read_config
+from vllm_semantic_sched.policy.config.files import read_config
 
 # Steps take no time here, so the profile is better left as it is.
 HINTS_ONLY = "predictor: {enabled: false}\ncorrect_profile: false\n"

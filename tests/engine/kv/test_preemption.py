@@ -31,8 +31,8 @@ from vllm_semantic_sched.lab.bench.standalone import (
     make_request,
     run_step,
 )
+from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.facts.job import JobState
-from vllm_semantic_sched.policy.facts.section import PolicyError
 
 pytestmark = pytest.mark.engine
 

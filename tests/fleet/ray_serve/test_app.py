@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from vllm_semantic_sched.fleet.ray import with_urgency
-from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.config.section import PolicyError
 
 APP = Path(__file__).parents[3] / "configs" / "deploy" / "ray" / "app.yaml"
 

@@ -9,7 +9,7 @@ from vllm_semantic_sched.lab.device.clocks import StepTime, Timeline
 from vllm_semantic_sched.lab.device.figures import HoldCosts, device_figures, level_figures
 from vllm_semantic_sched.lab.device.load import LoadConfig, draw_load, faster
 from vllm_semantic_sched.lab.device.virtual import EngineConfig, Record, VirtualEngine
-from vllm_semantic_sched.policy.facts.files import read_config
+from vllm_semantic_sched.policy.config.files import read_config
 from vllm_semantic_sched.policy.profile.formula import Batch
 
 pytestmark = pytest.mark.engine

@@ -7,7 +7,7 @@ from vllm_semantic_sched.lab.device.gpus import SHIPPED, find_gpu
 from vllm_semantic_sched.lab.device.load import LoadConfig, load_of, trace_load
 from vllm_semantic_sched.lab.device.model import make_shape
 from vllm_semantic_sched.lab.device.settings import DeviceSettings
-from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.profile.formula import load_profile, write_profile
 
 

@@ -11,7 +11,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm_semantic_sched.lab.device.launch import keep_scheduling_mode, plugin
 from vllm_semantic_sched.lab.device.model import SHAPES, make_shape
 from vllm_semantic_sched.lab.device.settings import VARIABLE, DeviceSettings, device_settings
-from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.config.section import PolicyError
 
 pytestmark = pytest.mark.engine
 

@@ -4,8 +4,8 @@ import pytest
 import yaml
 
 from vllm_semantic_sched.lab.evaluation.domain import Domain, load_domain
-from vllm_semantic_sched.policy.facts.files import shipped_configs, shipped_names
-from vllm_semantic_sched.policy.facts.section import PolicyError, parse_section
+from vllm_semantic_sched.policy.config.files import shipped_configs, shipped_names
+from vllm_semantic_sched.policy.config.section import PolicyError, parse_section
 from vllm_semantic_sched.predict import URGENCY_LEVELS
 
 LEVELS = [{"name": "now", "meaning": "Stop."}, {"name": "later", "meaning": "All else."}]

@@ -9,7 +9,7 @@ import yaml
 
 from vllm_semantic_sched.lab.evaluation.domain import check_template
 from vllm_semantic_sched.lab.training import messages, noise, wording
-from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.predict import URGENCY_LEVELS
 
 LABEL_WORDS = re.compile(

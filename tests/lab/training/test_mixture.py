@@ -13,8 +13,8 @@ from vllm_semantic_sched.lab.training.mixture import (
     domain_examples,
     training_round,
 )
-from vllm_semantic_sched.policy.facts.files import shipped_names
-from vllm_semantic_sched.policy.facts.section import parse_section
+from vllm_semantic_sched.policy.config.files import shipped_names
+from vllm_semantic_sched.policy.config.section import parse_section
 
 LEVELS = [{"name": "now", "meaning": "Stop."}, {"name": "later", "meaning": "All else."}]
 

@@ -5,8 +5,8 @@ import yaml
 
 from vllm_semantic_sched.cli.console import describe_keys
 from vllm_semantic_sched.policy.config import Policy, load_policy, parse_policy
-from vllm_semantic_sched.policy.facts.files import shipped_names
-from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.config.files import shipped_names
+from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.profile.formula import load_profile
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.facts.section import keys_of
+from vllm_semantic_sched.policy.config.section import keys_of
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
 
-from vllm_semantic_sched.policy.facts.section import PolicyError, parse_section
+from vllm_semantic_sched.policy.config.section import PolicyError, parse_section
 from vllm_semantic_sched.policy.profile.cost import drop_seconds, remaining_seconds
 from vllm_semantic_sched.policy.profile.formula import EngineProfile, load_profile
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from vllm_semantic_sched.policy.facts.files import shipped_names
-from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.config.files import shipped_names
+from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.profile.devices import (
     Device,
     device_named,

@@ -4,11 +4,11 @@ from jobs import FreeingView, make_job, step
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.order import Deadlines
+from vllm_semantic_sched.policy.config.tiers import Slo
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import Hint
 from vllm_semantic_sched.policy.facts.capacity import Need
 from vllm_semantic_sched.policy.facts.job import LevelSource
-from vllm_semantic_sched.policy.facts.tiers import Slo
 from vllm_semantic_sched.policy.order.aging import DeadlineWatch
 from vllm_semantic_sched.policy.profile.formula import load_profile
 

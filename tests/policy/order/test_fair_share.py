@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_semantic_sched.policy.config.order import FairShareKnobs
-from vllm_semantic_sched.policy.facts.tiers import Tier, target_shares
+from vllm_semantic_sched.policy.config.tiers import Tier, target_shares
 from vllm_semantic_sched.policy.order.fair_share import FairShare
 
 KNOBS = FairShareKnobs(enabled=True, window=10.0, max_levels=2.0)

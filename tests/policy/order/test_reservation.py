@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from jobs import make_job
 
 from vllm_semantic_sched.policy.config import parse_policy
+from vllm_semantic_sched.policy.config.section import PolicyError
+from vllm_semantic_sched.policy.config.tiers import Reserve, Tier
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings, Need
-from vllm_semantic_sched.policy.facts.section import PolicyError
-from vllm_semantic_sched.policy.facts.tiers import Reserve, Tier
 from vllm_semantic_sched.policy.order.reservation import Reservation
 from vllm_semantic_sched.policy.profile.formula import load_profile
 

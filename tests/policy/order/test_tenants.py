@@ -9,12 +9,12 @@ from jobs import make_job, make_rules, step
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.order import TopLevelCap
+from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Rank
 from vllm_semantic_sched.policy.facts.prediction import Prediction
-from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.order.meter import AHEAD
 from vllm_semantic_sched.policy.order.queues import LevelQueue
 from vllm_semantic_sched.policy.order.tenants import (

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.overload import Pressure
-from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.overload.load import CALM, PressureLevel, PressureMonitor, Use
 
 RULES = Pressure()  # kv: warning 0.9, critical 1.2; margin 0.1; hold 2 s

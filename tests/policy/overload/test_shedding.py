@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_semantic_sched.policy.config.overload import Shedding
-from vllm_semantic_sched.policy.facts.tiers import Tier
+from vllm_semantic_sched.policy.config.tiers import Tier
 from vllm_semantic_sched.policy.overload.load import ESCALATE, Shedder
 
 RULES = Shedding(enabled=True)  # recovers after 2 s

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.facts.tiers import Slo, Tier
+from vllm_semantic_sched.policy.config.tiers import Slo, Tier
 from vllm_semantic_sched.policy.overload.slo import RollingValues, SloMonitor
 
 VALUES = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=200)

@@ -8,9 +8,9 @@ from typing import Any
 from vllm_semantic_sched.engine.live_policy import CanaryDriver, LivePolicy
 from vllm_semantic_sched.engine.vllm_api import class_name
 from vllm_semantic_sched.policy.canary import Plan
+from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.heap import stored_entries
-from vllm_semantic_sched.policy.facts.section import PolicyError
 
 UTILITY = "semsched"  # name of the utility call; its argument is a command
 

@@ -22,7 +22,7 @@ from vllm_semantic_sched.engine.kv.ledger import HostPool, KeptBlocks, SwapLedge
 from vllm_semantic_sched.engine.kv.recovery import FailedProof, SwapMetadata, SwapReport, take
 from vllm_semantic_sched.engine.startup.settings import SwapConfig
 from vllm_semantic_sched.engine.vllm_api import KVConnectorMetadata, KVConnectorOutput, Request
-from vllm_semantic_sched.policy.facts.section import parse_section
+from vllm_semantic_sched.policy.config.section import parse_section
 
 
 def host_slots(config: vllm_api.KVCacheConfig, host_gib: float) -> int:

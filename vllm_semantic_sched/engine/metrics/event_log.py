@@ -16,9 +16,9 @@ from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.policy.config.overload import Events
 from vllm_semantic_sched.policy.config.private_files import kept_secret
+from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.events import Chain, Event, hash_ids
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.facts.section import PolicyError
 from vllm_semantic_sched.policy.lifecycle import Listener, Transition
 from vllm_semantic_sched.predict import model_hash
 

@@ -4,10 +4,10 @@ is not in devices.yaml is measured with torch, in about half a second."""
 from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.startup.device_benchmark import measure_device
 from vllm_semantic_sched.engine.vllm_api import VllmConfig, describe_hardware, describe_model
-from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.config import AUTO, Policy
 from vllm_semantic_sched.policy.profile import devices
 from vllm_semantic_sched.policy.profile.devices import Device
-from vllm_semantic_sched.policy.profile.formula import AUTO, EngineProfile, load_profile
+from vllm_semantic_sched.policy.profile.formula import EngineProfile, load_profile
 from vllm_semantic_sched.policy.profile.model_shape import ModelShape
 from vllm_semantic_sched.policy.profile.roofline import Roofline
 

@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import Field
 
 from vllm_semantic_sched.policy.config import Policy, load_policy
-from vllm_semantic_sched.policy.facts.files import resolve_config
-from vllm_semantic_sched.policy.facts.section import Section, parse_section
+from vllm_semantic_sched.policy.config.files import resolve_config
+from vllm_semantic_sched.policy.config.section import Section, parse_section
 
 POLICY_VARIABLE = "SEMSCHED_POLICY"
 DEFAULT_POLICY = "ems"

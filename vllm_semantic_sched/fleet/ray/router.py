@@ -9,7 +9,7 @@ from vllm_semantic_sched.engine.http.preparation import GlanceRules
 from vllm_semantic_sched.engine.startup.settings import PolicyFile, parse_settings
 from vllm_semantic_sched.fleet.ray.choice import ReplicaChoice
 from vllm_semantic_sched.policy.config import Policy, load_policy
-from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.live import check_live_change
 
 logger = logging.getLogger("ray.serve")

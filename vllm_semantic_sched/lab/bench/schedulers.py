@@ -16,7 +16,7 @@ from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer
 from vllm_semantic_sched.lab.bench.workload import BenchRequest
 from vllm_semantic_sched.operate.event_log import events_in
 from vllm_semantic_sched.policy.config import parse_policy
-from vllm_semantic_sched.policy.facts.files import read_config
+from vllm_semantic_sched.policy.config.files import read_config
 
 SCHEDULER_CLASS = "vllm_semantic_sched.SemanticScheduler"
 MIDDLEWARE = ("--middleware", "vllm_semantic_sched.Middleware")  # refusals get status and code

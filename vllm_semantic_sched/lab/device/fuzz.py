@@ -24,8 +24,8 @@ from vllm_semantic_sched.lab.device.remote import REMOTE_CONNECTOR
 from vllm_semantic_sched.lab.device.sanitizer import DeviceError
 from vllm_semantic_sched.lab.device.virtual import EngineConfig, VirtualEngine
 from vllm_semantic_sched.policy.config import parse_policy
-from vllm_semantic_sched.policy.facts.files import read_config
-from vllm_semantic_sched.policy.facts.section import PolicyError
+from vllm_semantic_sched.policy.config.files import read_config
+from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.live import check_live_change
 
 # Short, because a step costs as much for one token as for many: more requests, more cases.

@@ -16,7 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_semantic_sched.lab.device.answers import mix
 from vllm_semantic_sched.lab.device.sanitizer import NULL_BLOCK, Chain
-from vllm_semantic_sched.policy.facts.section import Section, parse_section
+from vllm_semantic_sched.policy.config.section import Section, parse_section
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.lab.device.runner import Runner

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import Field
 
-from vllm_semantic_sched.policy.facts.section import Section, parse_section
+from vllm_semantic_sched.policy.config.section import Section, parse_section
 
 KEY = "emulated_device"
 VARIABLE = "SEMSCHED_EMULATED_DEVICE"

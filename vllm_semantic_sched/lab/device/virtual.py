@@ -36,7 +36,7 @@ from vllm_semantic_sched.lab.device.model import SHAPES, make_shape
 from vllm_semantic_sched.lab.device.sanitizer import DeviceError
 from vllm_semantic_sched.lab.device.settings import KEY, WORKER
 from vllm_semantic_sched.lab.device.worker import EmulatedWorker
-from vllm_semantic_sched.policy.facts.files import read_config
+from vllm_semantic_sched.policy.config.files import read_config
 
 SCHEDULERS = ("semantic", "fcfs", "priority")
 _EAGLE = "eagle-8b"

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 from pydantic import Field
 
-from vllm_semantic_sched.policy.facts.section import PolicyError, Section, parse_section
+from vllm_semantic_sched.policy.config.section import PolicyError, Section, parse_section
 
 
 class SetBars(Section):

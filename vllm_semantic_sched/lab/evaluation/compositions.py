@@ -13,7 +13,7 @@ import yaml
 from pydantic import Field
 
 from vllm_semantic_sched.lab.evaluation.examples import Example, LabeledSet
-from vllm_semantic_sched.policy.facts.section import Section, parse_section
+from vllm_semantic_sched.policy.config.section import Section, parse_section
 
 _Texts = Annotated[tuple[str, ...], Field(min_length=1)]
 _ENDS = ".!?…。！？।؟۔ "

@@ -13,8 +13,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from vllm_semantic_sched.policy.facts.files import read_config
-from vllm_semantic_sched.policy.facts.section import Section, parse_section
+from vllm_semantic_sched.policy.config.files import read_config
+from vllm_semantic_sched.policy.config.section import Section, parse_section
 from vllm_semantic_sched.predict import URGENCY_LEVELS
 
 WORD = re.compile(r"\{([^{}]*)\}")

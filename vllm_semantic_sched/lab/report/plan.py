@@ -17,7 +17,7 @@ from vllm_semantic_sched.lab.report.content import (
 )
 from vllm_semantic_sched.lab.report.gantt import gantt_chart
 from vllm_semantic_sched.lab.report.runs import write_table
-from vllm_semantic_sched.policy.facts.tiers import Slo
+from vllm_semantic_sched.policy.config.tiers import Slo
 from vllm_semantic_sched.policy.overload.slo import targets
 from vllm_semantic_sched.sim.metrics import ALL
 from vllm_semantic_sched.sim.plan import ENGINE_QUESTIONS, MOST_ENGINES, Answers, Question, Trial

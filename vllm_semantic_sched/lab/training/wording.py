@@ -11,7 +11,7 @@ from typing import Annotated, NamedTuple, TypeVar
 import yaml
 from pydantic import Field
 
-from vllm_semantic_sched.policy.facts.section import Section, parse_section
+from vllm_semantic_sched.policy.config.section import Section, parse_section
 
 _TEXTS = Path(__file__).with_name("texts")
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")

@@ -11,10 +11,11 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from vllm_semantic_sched.policy.config import estimates, eviction, order, overload
-from vllm_semantic_sched.policy.facts.files import read_config
-from vllm_semantic_sched.policy.facts.section import Section, parse_section
-from vllm_semantic_sched.policy.facts.tiers import Tier
-from vllm_semantic_sched.policy.profile.formula import AUTO
+from vllm_semantic_sched.policy.config.files import read_config
+from vllm_semantic_sched.policy.config.section import Section, parse_section
+from vllm_semantic_sched.policy.config.tiers import Tier
+
+AUTO = "auto"  # the profile derived from the engine's model and device
 
 _LEVEL_KEYS = ("default_level", "hints.most_urgent_level", "stage.protected_level", "protect.level")
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, field_validator
 
-from vllm_semantic_sched.policy.facts.section import Section
+from vllm_semantic_sched.policy.config.section import Section
 
 
 class Hints(Section):

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from vllm_semantic_sched.policy.facts.section import Section
+from vllm_semantic_sched.policy.config.section import Section
 
 
 class Preemption(Section):

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from vllm_semantic_sched.policy.facts.section import Section
+from vllm_semantic_sched.policy.config.section import Section
 
 ROUNDING = 1e-9  # by which sums of shares such as ten times 0.1 fall short of 1
 STRICT_LEVEL = 1  # with weighted levels, this and more urgent levels run strictly first

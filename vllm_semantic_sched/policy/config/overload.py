@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from vllm_semantic_sched.policy.facts.section import Section
-from vllm_semantic_sched.policy.facts.tiers import TierQueue
+from vllm_semantic_sched.policy.config.section import Section
+from vllm_semantic_sched.policy.config.tiers import TierQueue
 
 
 class Bound(Section):

@@ -1,1 +1,1 @@
-"""Data that decisions use: jobs, tiers, capacity, profiles, predictions."""
+"""Data that decisions use: jobs, capacity, predictions."""

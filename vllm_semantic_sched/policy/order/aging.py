@@ -17,9 +17,9 @@ tiers, add (q + 1) S, with S the longest time that a request holds a seat.
 """
 
 from vllm_semantic_sched.policy.config.order import ROUNDING, Aging, Deadlines
+from vllm_semantic_sched.policy.config.tiers import Slo
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.facts.tiers import Slo
 
 _MOST_PER_STEP = 20  # jobs, so that a burst of the same age does not delay a step
 _DEADLINE_LEVELS = 0.5  # gained: below 1, so that a request only moves ahead within its own level

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from vllm_semantic_sched.policy.config.order import FairShareKnobs
-from vllm_semantic_sched.policy.facts.tiers import Tier, target_shares
+from vllm_semantic_sched.policy.config.tiers import Tier, target_shares
 
 _TOLERANCE = 0.1  # relative distance from the share at which the full gain or loss applies
 

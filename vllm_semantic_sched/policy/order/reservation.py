@@ -9,10 +9,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from vllm_semantic_sched.policy.config.section import PolicyError
+from vllm_semantic_sched.policy.config.tiers import Tier
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings, Need
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.facts.section import PolicyError
-from vllm_semantic_sched.policy.facts.tiers import Tier
 
 
 class Limit(NamedTuple):

@@ -5,8 +5,8 @@ from random import Random
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.overload import Admission
+from vllm_semantic_sched.policy.config.tiers import TierQueue, target_shares
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.facts.tiers import TierQueue, target_shares
 from vllm_semantic_sched.policy.overload.account import Entry
 from vllm_semantic_sched.policy.overload.load import LoadMonitor, PressureLevel
 from vllm_semantic_sched.policy.overload.refusal import Code

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.overload import Pressure, Shedding, Threshold
+from vllm_semantic_sched.policy.config.tiers import Tier
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.facts.tiers import Tier
 from vllm_semantic_sched.policy.overload.account import QueueAccount
 from vllm_semantic_sched.policy.overload.slo import SloMonitor
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ddsketch import LogCollapsingLowestDenseDDSketch
 
-from vllm_semantic_sched.policy.facts.tiers import Slo, Tier
+from vllm_semantic_sched.policy.config.tiers import Slo, Tier
 
 MEASURES = ("ttft", "tpot", "e2e")  # latencies that can be promised, see `tiers.Slo`
 _RELATIVE_ACCURACY = 0.02

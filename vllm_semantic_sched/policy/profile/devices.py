@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from pydantic import Field
 
-from vllm_semantic_sched.policy.facts.section import PolicyError, Section, nearest, parse_section
+from vllm_semantic_sched.policy.config.section import PolicyError, Section, nearest, parse_section
 
 
 class Device(Section):

@@ -8,10 +8,10 @@ from pathlib import Path
 import yaml
 from pydantic import Field
 
-from vllm_semantic_sched.policy.facts.files import read_config
-from vllm_semantic_sched.policy.facts.section import Section, parse_section
+from vllm_semantic_sched.policy.config import AUTO
+from vllm_semantic_sched.policy.config.files import read_config
+from vllm_semantic_sched.policy.config.section import Section, parse_section
 
-AUTO = "auto"  # the profile derived from the engine's model and device
 _WITHOUT_ENGINE = "default"  # stands for it where there is no engine
 
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import yaml
 
-from vllm_semantic_sched.policy.facts.section import PolicyError, nearest
+from vllm_semantic_sched.policy.config.section import PolicyError, nearest
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 
