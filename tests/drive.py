@@ -7,10 +7,10 @@ from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.profile.formula import EngineProfile, load_profile
+from vllm_semantic_sched.policy.record.spans import HELD, Span
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.request import Run, SimRequest
 from vllm_semantic_sched.sim.sections import EngineModel
-from vllm_semantic_sched.sim.spans import HELD, Span
 
 PROFILE = load_profile("a100-qwen1.5-4b")
 

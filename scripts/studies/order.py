@@ -32,7 +32,7 @@ from vllm_semantic_sched.lab.bench.workload import (
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 
 if TYPE_CHECKING:
-    from vllm_semantic_sched.policy.lifecycle import Transition
+    from vllm_semantic_sched.policy.record.lifecycle import Transition
     from vllm_semantic_sched.sim.engine import Engine
     from vllm_semantic_sched.sim.predictor import Predictions
     from vllm_semantic_sched.sim.workload import Workload
@@ -78,7 +78,7 @@ class Row:
 
 
 class _Shortages:
-    """Counts preemptions under KV pressure (`policy.lifecycle.Listener`)."""
+    """Counts preemptions under KV pressure (`policy.record.lifecycle.Listener`)."""
 
     def __init__(self) -> None:
         self.count = 0

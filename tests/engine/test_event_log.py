@@ -16,10 +16,10 @@ from vllm_semantic_sched.lab.bench.standalone import build_scheduler, make_reque
 from vllm_semantic_sched.operate.audit import Audit
 from vllm_semantic_sched.policy.config.overload import Events
 from vllm_semantic_sched.policy.config.section import PolicyError
-from vllm_semantic_sched.policy.events import Event
 from vllm_semantic_sched.policy.facts.job import JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction
-from vllm_semantic_sched.policy.lifecycle import Transition
+from vllm_semantic_sched.policy.record.event_format import Event
+from vllm_semantic_sched.policy.record.lifecycle import Transition
 
 pytestmark = pytest.mark.engine
 

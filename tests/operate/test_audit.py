@@ -16,7 +16,7 @@ from vllm_semantic_sched.operate.event_log import log_parts
 from vllm_semantic_sched.operate.why import account_of
 from vllm_semantic_sched.policy.config.overload import Events
 from vllm_semantic_sched.policy.facts.job import JobState
-from vllm_semantic_sched.policy.lifecycle import Transition
+from vllm_semantic_sched.policy.record.lifecycle import Transition
 
 
 def write(path: Path, count: int = 100, first: int = 0, engine: int = 0, **settings) -> EventLog:

@@ -9,7 +9,7 @@ from typing import Any, Self
 from vllm_semantic_sched.engine.vllm_api import tokens_with_kv
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.policy.lifecycle import Transition
+from vllm_semantic_sched.policy.record.lifecycle import Transition
 from vllm_semantic_sched.policy.view import PrefillLimits
 from vllm_semantic_sched.predict.second_look import SecondLooks
 

@@ -21,8 +21,8 @@ from vllm_semantic_sched.policy.canary import (
 )
 from vllm_semantic_sched.policy.config.tiers import Slo, Tier
 from vllm_semantic_sched.policy.facts.job import Job, JobState
-from vllm_semantic_sched.policy.lifecycle import Transition
 from vllm_semantic_sched.policy.overload.slo import MEASURES
+from vllm_semantic_sched.policy.record.lifecycle import Transition
 
 TIERS = (Tier(name="gold", slo=Slo(ttft=1.0, percentile=95)), Tier(name="rest"))
 PLAN = Plan(share=0.25, period=40.0, lease=4000.0, watch=("ttft",))

@@ -4,9 +4,9 @@ import pytest
 from small_scenario import SMALL
 
 from vllm_semantic_sched.lab.report.gantt import MOST_BARS, gantt_chart
+from vllm_semantic_sched.policy.record.spans import HELD, Span, level_color
 from vllm_semantic_sched.sim.runner import run_task, tasks_of
 from vllm_semantic_sched.sim.scenario import parse_scenarios
-from vllm_semantic_sched.sim.spans import HELD, Span, level_color
 
 
 def _span(request: int, start: float, kind: str = "finish") -> Span:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from vllm_semantic_sched.operate.why import Delay, Waits
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.events import Event
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.lifecycle import Transition
 from vllm_semantic_sched.policy.overload.refusal import DROPPED
+from vllm_semantic_sched.policy.record.event_format import Event
+from vllm_semantic_sched.policy.record.lifecycle import Transition
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.scenario import Scenario, parse_scenarios
 from vllm_semantic_sched.sim.simulation import simulate

@@ -15,7 +15,7 @@ from vllm_semantic_sched.cli.console import make_console, make_table, save_page
 from vllm_semantic_sched.lab.report.runs import trace_page
 from vllm_semantic_sched.operate.audit import Audit
 from vllm_semantic_sched.operate.event_log import LogReader, TierSummary, logs_in
-from vllm_semantic_sched.sim.spans import chrome_trace
+from vllm_semantic_sched.policy.record.spans import chrome_trace
 
 _MOST_FINDINGS = 20  # printed
 _COUNTS = ("completed", "cancelled", "failed", "refused", "unfinished")

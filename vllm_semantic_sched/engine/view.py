@@ -12,7 +12,7 @@ from vllm_semantic_sched.engine.vllm_api import PauseState, Request, Scheduler
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction
-from vllm_semantic_sched.policy.facts.waits import Cause
+from vllm_semantic_sched.policy.facts.wait import Cause
 from vllm_semantic_sched.policy.overload.refusal import Refusal
 from vllm_semantic_sched.policy.view import PrefillLimits
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from vllm_semantic_sched.operate.event_log import key_of, log_parts
-from vllm_semantic_sched.policy.events import Chain
+from vllm_semantic_sched.policy.record.event_format import Chain
 
 Kind = Literal["problem", "gap", "note"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_semantic_sched.sim.spans import HELD, Span
+from vllm_semantic_sched.policy.record.spans import HELD, Span
 
 END_STATES = ("completed", "failed", "cancelled", "refused")
 UNSEATED = ("queued", "swapped")

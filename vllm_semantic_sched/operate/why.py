@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_semantic_sched.operate.event_log import END_STATES, UNSEATED, events_in, key_of
-from vllm_semantic_sched.policy.events import hashed_id, keyed_hash
-from vllm_semantic_sched.sim.spans import ON_HOST
+from vllm_semantic_sched.policy.record.event_format import hashed_id, keyed_hash
+from vllm_semantic_sched.policy.record.spans import ON_HOST
 
 Event = dict[str, Any]
 
@@ -38,7 +38,7 @@ _UNSURE = 0.05  # seconds between an event and its line, on a busy machine
 class Delay(NamedTuple):
     """A part of a wait.
 
-    `cause`: see `policy.facts.waits.Cause`, or `overtaken` (the latest seat went to a more urgent
+    `cause`: see `policy.facts.wait.Cause`, or `overtaken` (the latest seat went to a more urgent
     request), `preempted`, `held`, `restoring`.
     """
 

@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 
 from vllm_semantic_sched.policy.config.tiers import Tier
 from vllm_semantic_sched.policy.facts.job import Job, JobState
-from vllm_semantic_sched.policy.lifecycle import Listener, Transition
 from vllm_semantic_sched.policy.overload.slo import MEASURES
+from vllm_semantic_sched.policy.record.lifecycle import Listener, Transition
 
 ARMS = ("current", "new")
 Role = Literal["turns", "current", "new"]

@@ -27,9 +27,7 @@ from vllm_semantic_sched.policy.facts.job import (
     rank_of,
 )
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.policy.facts.waits import WaitLedger
 from vllm_semantic_sched.policy.levels import Levels
-from vllm_semantic_sched.policy.lifecycle import Lifecycle, Listener
 from vllm_semantic_sched.policy.order.protection import Protection
 from vllm_semantic_sched.policy.order.queues import QueueRules
 from vllm_semantic_sched.policy.order.running import RunningSet
@@ -40,6 +38,8 @@ from vllm_semantic_sched.policy.overload.admission import ends_requests
 from vllm_semantic_sched.policy.overload.control import OverloadControl
 from vllm_semantic_sched.policy.profile.cost import drop_seconds
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
+from vllm_semantic_sched.policy.record.lifecycle import Lifecycle, Listener
+from vllm_semantic_sched.policy.record.waits import WaitLedger
 
 URGENT = "urgent"
 """Reason of a preemption for a more urgent request, which counts for `max_per_request`."""

@@ -6,9 +6,9 @@ from typing import Any
 from vllm_semantic_sched.policy.estimates import decision
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import Prediction
-from vllm_semantic_sched.policy.facts.waits import Cause
-from vllm_semantic_sched.policy.lifecycle import NOTHING, Lifecycle
+from vllm_semantic_sched.policy.facts.wait import Cause
 from vllm_semantic_sched.policy.order.seating import Seating
+from vllm_semantic_sched.policy.record.lifecycle import NOTHING, Lifecycle
 
 
 class Levels:

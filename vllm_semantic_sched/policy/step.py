@@ -10,7 +10,7 @@ from vllm_semantic_sched.policy import holds, prefills
 from vllm_semantic_sched.policy.core import URGENT, SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction
-from vllm_semantic_sched.policy.facts.waits import Cause
+from vllm_semantic_sched.policy.facts.wait import Cause
 from vllm_semantic_sched.policy.overload.control import Ended
 from vllm_semantic_sched.policy.view import NO_LIMITS, EngineView, has_room
 

@@ -16,6 +16,7 @@ from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.overload.refusal import DROPPED, Refusal
 from vllm_semantic_sched.policy.profile.cost import loads_beside_steps
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
+from vllm_semantic_sched.policy.record.spans import HELD
 from vllm_semantic_sched.policy.step import SchedulingStep
 from vllm_semantic_sched.policy.view import NO_LIMITS, PrefillLimits
 from vllm_semantic_sched.sim.blocks import BlockPool, PrefixCache
@@ -23,7 +24,6 @@ from vllm_semantic_sched.sim.cost import Chunk, StepWork, slowest_of_batch, sum_
 from vllm_semantic_sched.sim.decoding import Decoding
 from vllm_semantic_sched.sim.request import Run
 from vllm_semantic_sched.sim.sections import EngineModel
-from vllm_semantic_sched.sim.spans import HELD
 from vllm_semantic_sched.sim.workload import WorkloadError
 
 

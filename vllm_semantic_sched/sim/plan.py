@@ -7,10 +7,10 @@ from typing import Literal
 
 from vllm_semantic_sched.policy.config.tiers import Slo
 from vllm_semantic_sched.policy.overload.slo import targets
+from vllm_semantic_sched.policy.record.spans import Span
 from vllm_semantic_sched.sim.runner import Task, cells_of, run_task
 from vllm_semantic_sched.sim.scenario import Scenario
 from vllm_semantic_sched.sim.sections import Routing
-from vllm_semantic_sched.sim.spans import Span
 
 MOST_ENGINES = 64  # that are tried
 _LOAD_RANGE = 64.0  # factor on the given load, up and down

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.prediction import Prediction
-from vllm_semantic_sched.sim.spans import Span
+from vllm_semantic_sched.policy.record.spans import Span
 
 
 @dataclass(frozen=True, slots=True)

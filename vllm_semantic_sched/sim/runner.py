@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, TypeVar
 
+from vllm_semantic_sched.policy.record.spans import Span
 from vllm_semantic_sched.sim.metrics import DepthHistory, Recorder, mean_levels
 from vllm_semantic_sched.sim.request import Run
 from vllm_semantic_sched.sim.scenario import Scenario
 from vllm_semantic_sched.sim.simulation import Given, simulate
-from vllm_semantic_sched.sim.spans import Span
 
 T = TypeVar("T")
 R = TypeVar("R")

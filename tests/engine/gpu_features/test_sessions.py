@@ -4,7 +4,7 @@ their seat and KV."""
 import pytest
 from engine_steps import EngineSteps, calls_in
 
-from vllm_semantic_sched.policy.facts.waits import Cause
+from vllm_semantic_sched.policy.facts.wait import Cause
 
 pytestmark = pytest.mark.engine
 

@@ -19,7 +19,7 @@ from vllm_semantic_sched.lab.report.content import (
 )
 from vllm_semantic_sched.lab.report.gantt import gantt_chart
 from vllm_semantic_sched.lab.report.page import write_page
-from vllm_semantic_sched.sim.spans import HELD, Span, level_color
+from vllm_semantic_sched.policy.record.spans import HELD, Span, level_color
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from jobs import make_job
 
 from vllm_semantic_sched.policy.facts.job import JobState
-from vllm_semantic_sched.policy.lifecycle import IllegalTransition, Lifecycle
+from vllm_semantic_sched.policy.record.lifecycle import IllegalTransition, Lifecycle
 
 ENDS = ["completed", "failed", "cancelled", "refused"]
 EDGES = {

@@ -17,9 +17,9 @@ from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.policy.config.overload import Events
 from vllm_semantic_sched.policy.config.private_files import kept_secret
 from vllm_semantic_sched.policy.config.section import PolicyError
-from vllm_semantic_sched.policy.events import Chain, Event, hash_ids
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.lifecycle import Listener, Transition
+from vllm_semantic_sched.policy.record.event_format import Chain, Event, hash_ids
+from vllm_semantic_sched.policy.record.lifecycle import Listener, Transition
 from vllm_semantic_sched.predict import model_hash
 
 _INTERVAL = 0.1  # seconds between writes; polling spares the engine's thread a wake-up call
@@ -32,7 +32,7 @@ _QUEUE = 100_000  # changes that wait to be written; further ones are dropped an
 
 class EventLog(Listener):
     """Writes state transitions and decisions to a file. The caller only appends to a bounded queue
-    and never waits for the disk. Lines are chained by hashes (`policy.events.Chain`); lines about
+    and never waits for the disk. Lines are chained by hashes (`event_format.Chain`); lines about
     the log itself, with a field `log`, mark starts, ends, new files and losses.
 
     Args:

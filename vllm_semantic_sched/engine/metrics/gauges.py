@@ -10,7 +10,7 @@ from vllm_semantic_sched.engine.metrics.counters import Counters, Gauges
 from vllm_semantic_sched.engine.metrics.event_log import EventLog
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job, JobState
-from vllm_semantic_sched.policy.lifecycle import Listener, Transition
+from vllm_semantic_sched.policy.record.lifecycle import Listener, Transition
 
 
 class RequestMetrics(Listener):

@@ -30,7 +30,7 @@ from vllm_semantic_sched.lab.report.content import (
 )
 from vllm_semantic_sched.lab.report.gantt import gantt_chart
 from vllm_semantic_sched.operate.event_log import LogReader
-from vllm_semantic_sched.sim.spans import Span
+from vllm_semantic_sched.policy.record.spans import Span
 
 _COLORS = {
     "fcfs": "#8c8c8c",

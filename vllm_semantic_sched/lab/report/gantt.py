@@ -4,7 +4,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from vllm_semantic_sched.lab.report.content import Boxes, Chart, Mark, Points
-from vllm_semantic_sched.sim.spans import HELD, RUNNING, SWAPPED, WAITING, Span, level_color, phases
+from vllm_semantic_sched.policy.record.spans import (
+    HELD,
+    RUNNING,
+    SWAPPED,
+    WAITING,
+    Span,
+    level_color,
+    phases,
+)
 
 MOST_BARS = 1500
 """Times in a seat and holds in a chart: more of them make a page slow."""

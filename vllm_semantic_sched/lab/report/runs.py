@@ -22,10 +22,10 @@ from vllm_semantic_sched.lab.report.content import (
 )
 from vllm_semantic_sched.lab.report.gantt import gantt_chart
 from vllm_semantic_sched.operate.event_log import LogReader
+from vllm_semantic_sched.policy.record.spans import Span, level_color
 from vllm_semantic_sched.sim.metrics import ALL, METRICS
 from vllm_semantic_sched.sim.runner import Cell
 from vllm_semantic_sched.sim.sections import Settings
-from vllm_semantic_sched.sim.spans import Span, level_color
 
 _MOST_CELLS = 6  # with charts over time
 _MOST_POINTS = 2000  # of a line

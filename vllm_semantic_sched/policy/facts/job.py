@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from vllm_semantic_sched.policy.facts.prediction import Prediction
-from vllm_semantic_sched.policy.facts.waits import Wait
+from vllm_semantic_sched.policy.facts.wait import Wait
 
 BasePolicy = Literal["semantic", "priority", "sjf", "fcfs"]
 

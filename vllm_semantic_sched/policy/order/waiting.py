@@ -7,8 +7,8 @@ from operator import itemgetter
 
 from vllm_semantic_sched.policy.config.order import STRICT_LEVEL
 from vllm_semantic_sched.policy.facts.job import Job, PassCause, Rank
-from vllm_semantic_sched.policy.facts.waits import WaitLedger
 from vllm_semantic_sched.policy.order.queues import LevelQueue, QueueRules
+from vllm_semantic_sched.policy.record.waits import WaitLedger
 
 _new_tuple = tuple.__new__
 

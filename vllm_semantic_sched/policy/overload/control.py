@@ -9,12 +9,12 @@ from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings
 from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource
-from vllm_semantic_sched.policy.lifecycle import Listener, Transition
 from vllm_semantic_sched.policy.overload.account import Entry
 from vllm_semantic_sched.policy.overload.admission import SHED, admits_all, judge
 from vllm_semantic_sched.policy.overload.dedup import DedupIndex
 from vllm_semantic_sched.policy.overload.load import LoadMonitor
 from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
+from vllm_semantic_sched.policy.record.lifecycle import Listener, Transition
 
 Ended = tuple[Job, Refusal]
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jobs import make_job
 
 from vllm_semantic_sched.policy.facts.job import Job, JobState
-from vllm_semantic_sched.policy.lifecycle import IllegalTransition, Lifecycle, Transition
+from vllm_semantic_sched.policy.record.lifecycle import IllegalTransition, Lifecycle, Transition
 
 LEVELS = 3
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.lifecycle import Transition
+from vllm_semantic_sched.policy.record.lifecycle import Transition
 
 _LONGEST_ID = 128  # characters of a request id in the log
 _MOST_BLOCKS = 256  # hashes of KV blocks of a request

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import LEGAL_MOVES, Job, JobState
-from vllm_semantic_sched.policy.facts.waits import Cause, Part, WaitLedger
+from vllm_semantic_sched.policy.facts.wait import Cause
+from vllm_semantic_sched.policy.record.waits import Part, WaitLedger
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 

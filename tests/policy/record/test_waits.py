@@ -2,7 +2,8 @@
 
 import pytest
 
-from vllm_semantic_sched.policy.facts.waits import Cause, WaitLedger
+from vllm_semantic_sched.policy.facts.wait import Cause
+from vllm_semantic_sched.policy.record.waits import WaitLedger
 
 
 class Clock:

@@ -1,6 +1,6 @@
 """Chrome traces and Gantt charts of seats."""
 
-from vllm_semantic_sched.sim.spans import Span, chrome_trace
+from vllm_semantic_sched.policy.record.spans import Span, chrome_trace
 
 _SPANS = [
     Span("a", 4, arrival=0.0, start=0.5, end=1.0, end_kind="recompute"),

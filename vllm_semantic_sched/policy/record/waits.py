@@ -8,39 +8,18 @@ replaces them while it lasts. So only changes cost anything, not steps or waitin
 
 from __future__ import annotations
 
-import enum
 from array import array
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
-
-class Cause(enum.Enum):
-    """Why a request waits; the values appear in the event log."""
-
-    # Of all waiting requests
-    SEAT = "seat"  # every seat is taken
-    KV = "kv"  # the next request's KV does not fit
-    KV_PEAK = "kv_peak"  # running requests are predicted to need the KV (`kv_peak`)
-    TOKENS = "tokens"  # the step's tokens went to others, or vLLM preempted in it
-    STEP = "step"  # there was room; the step under way had not ended
-    PAUSED = "paused"  # an operator had paused the engine
-    # Of some
-    TENANT = "tenant"  # its tenant's limit
-    RESERVATION = "reservation"  # the room is reserved for more urgent tiers
-    UNREAD = "unread"  # its text was unread, and turned out to be more urgent
-    NOT_READY = "not_ready"  # its grammar, adapter, KV or input was not ready
-
+from vllm_semantic_sched.policy.facts.wait import Cause, Limit, Wait, difference
 
 _SHARED = (Cause.SEAT, Cause.KV, Cause.KV_PEAK, Cause.TOKENS, Cause.STEP, Cause.PAUSED)
 _PLACE = {cause: place for place, cause in enumerate(_SHARED)}
 
 LimitKey = tuple[int, str | None]
 """A level, and a tenant that is at its limit; None: a reservation keeps the whole level waiting."""
-
-Cells = Sequence[float]
 
 
 class Part(NamedTuple):
@@ -49,35 +28,6 @@ class Part(NamedTuple):
     cause: Cause
     level: int | None  # of the request that had got the latest seat; None: none, or irrelevant
     seconds: float
-
-
-@dataclass(slots=True, weakref_slot=True, eq=False)
-class _Limit:
-    """The seconds of each cell in which a limit applied, while a request or the ledger needs it."""
-
-    cells: Cells
-    since: Cells | None = None
-
-    def total(self, now: Cells) -> Cells:
-        if self.since is None:
-            return self.cells
-        return array("d", map(sum, zip(self.cells, _less(now, self.since), strict=True)))
-
-
-@dataclass(slots=True, eq=False)
-class Wait:
-    """The wait of one request, while it lasts."""
-
-    level: int
-    tenant: str
-    cells: Cells = ()  # the ledger's sums when the present stretch began
-    limits: list[tuple[Cause, _Limit, Cells]] = field(default_factory=list)  # and theirs then
-    override: Cause | None = None  # cause of the whole stretch
-    lasting: bool = False  # whether it is that of all later stretches, too
-    # Seconds of earlier stretches.
-    parts: defaultdict[tuple[Cause, int | None], float] = field(
-        default_factory=lambda: defaultdict(float)
-    )
 
 
 class WaitLedger:
@@ -95,8 +45,8 @@ class WaitLedger:
         self._cells = array("d", bytes(8 * len(_SHARED) * self._width))
         self._cause, self._column = Cause.STEP, 0
         self._since = clock()
-        self._limits: WeakValueDictionary[LimitKey, _Limit] = WeakValueDictionary()
-        self._active: dict[LimitKey, _Limit] = {}
+        self._limits: WeakValueDictionary[LimitKey, Limit] = WeakValueDictionary()
+        self._active: dict[LimitKey, Limit] = {}
         self._skipped: dict[Wait, None] = {}
         self._skipped_before: dict[Wait, None] = {}
 
@@ -179,16 +129,16 @@ class WaitLedger:
 
     def _close(self, wait: Wait, cause: Cause | None) -> None:
         parts, now, unpaused = wait.parts, self._sums(), self._paused
-        left = _less(now, wait.cells)
+        left = difference(now, wait.cells)
         whole = cause or wait.override
         if whole is not None:
             spent = [(whole, left[:unpaused])]
         else:
-            spent = [(kind, _less(limit.total(now), was)) for kind, limit, was in wait.limits]
+            spent = [(kind, difference(limit.total(now), was)) for kind, limit, was in wait.limits]
         for kind, cells in spent:
             cells = cells[:unpaused]
             parts[kind, None] += sum(cells)
-            left = [*_less(left[:unpaused], cells), *left[unpaused:]]
+            left = [*difference(left[:unpaused], cells), *left[unpaused:]]
         for place, seconds in enumerate(left):
             if seconds:
                 row, column = divmod(place, self._width)
@@ -196,9 +146,9 @@ class WaitLedger:
                 matters = column > 0 and kind is not Cause.STEP and kind is not Cause.PAUSED
                 parts[kind, column - 1 if matters else None] += seconds
 
-    def _limit(self, key: LimitKey) -> _Limit:
+    def _limit(self, key: LimitKey) -> Limit:
         if (limit := self._limits.get(key)) is None:
-            limit = self._limits[key] = _Limit(array("d", bytes(8 * len(self._cells))))
+            limit = self._limits[key] = Limit(array("d", bytes(8 * len(self._cells))))
         return limit
 
     def _sums(self) -> array[float]:
@@ -206,7 +156,3 @@ class WaitLedger:
         self._cells[_PLACE[self._cause] * self._width + self._column] += now - self._since
         self._since = now
         return self._cells
-
-
-def _less(cells: Cells, others: Cells) -> list[float]:
-    return [cell - other for cell, other in zip(cells, others, strict=True)]
