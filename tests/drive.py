@@ -1,16 +1,19 @@
 """Runs the simulated engine with given requests."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.job import Job, JobState
+from vllm_semantic_sched.policy.orders import End, Orders
+from vllm_semantic_sched.policy.overload.refusal import DROPPED
 from vllm_semantic_sched.policy.profile.formula import EngineProfile, load_profile
 from vllm_semantic_sched.policy.record.spans import HELD, Span
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.request import Run, SimRequest
 from vllm_semantic_sched.sim.sections import EngineModel
+from vllm_semantic_sched.sim.snapshot import EngineSnapshot
 
 PROFILE = load_profile("a100-qwen1.5-4b")
 
@@ -18,40 +21,45 @@ PROFILE = load_profile("a100-qwen1.5-4b")
 Choose = Callable[[Engine], Sequence[Job] | None]
 
 
-def hold_by(engine: Engine, choose: Choose, before: str | None = None) -> None:
-    """Add a part to the engine's steps that holds the jobs of a fake policy.
+def hold_by(engine: Engine, choose: Choose, early: bool = False) -> None:
+    """Hold the jobs of a fake policy as well.
 
     Args:
-        choose: returns the jobs to hold; None: it does not call `hold`.
-        before: name of the part that comes next; None: it is the last.
+        choose: returns the jobs to hold; None: it gives no order.
+        early: it chooses before the decisions of a step, not after them.
     """
-    step = engine.step
-    guarded = step._guarded
-    hold = engine.hold
-    chosen: list[Job] = []  # by the fake policy in this step
-    ordered: list[Job] = []  # by the step itself
+    take_snapshot, apply = engine.snapshot, engine._apply
+    chosen: list[Job] = []
 
-    def hold_all(jobs: Collection[Job]) -> None:
-        ordered[:] = jobs
-        hold([*chosen, *ordered])
+    def snapshot() -> EngineSnapshot:
+        chosen[:] = choose(engine) or () if early else ()
+        return take_snapshot()
 
-    engine.hold = hold_all  # type: ignore[method-assign]
+    def apply_with_holds(orders: Orders) -> None:
+        if not early:
+            chosen[:] = choose(engine) or ()
+        running = [job for job in chosen if job.state is JobState.RUNNING]
+        orders.hold = list(dict.fromkeys([*running, *orders.hold]))
+        apply(orders)
 
-    def with_part(doing: str, part: Any, *args: Any) -> Any:
-        name = part.__name__
-        if name == "tick":
-            chosen.clear(), ordered.clear()
-        result = guarded(doing, part, *args) if name != before else None
-        if name == before or (before is None and name == "_limit_prefills"):
-            jobs = choose(engine)
-            if jobs is not None:
-                chosen[:] = jobs
-                hold([*chosen, *ordered])
-        return guarded(doing, part, *args) if name == before else result
+    engine.snapshot = snapshot  # type: ignore[method-assign]
+    engine._apply = apply_with_holds  # type: ignore[method-assign]
+    # No step repeats the last one here: the policy knows nothing of what is held.
+    engine._repeats = lambda: False  # type: ignore[method-assign]
 
-    step._guarded = with_part  # type: ignore[method-assign]
-    # No step repeats the last one here: what the part decides is no change to the core.
-    step.repeats = lambda view: False  # type: ignore[method-assign]
+
+def observe(engine: Engine, job: Job) -> None:
+    """Bring a running job's tokens up to date."""
+    progress = EngineSnapshot(engine).progress(job)
+    job.computed, job.generated = progress.computed, progress.generated
+
+
+def end(engine: Engine, job: Job) -> None:
+    """End a job as the policy would."""
+    if job in engine.running:
+        observe(engine, job)
+    engine.core.refuse(job, DROPPED)
+    engine._end(End(job, DROPPED))
 
 
 def drive(

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from vllm_semantic_sched.engine import vllm_api
+
 MAY_FAIL = (
     "core.arrive",
     "core.enqueue",
@@ -13,16 +15,20 @@ MAY_FAIL = (
     "core.finish",
     "core.eviction.victims_for",
     "core.eviction.worth_preempting",
-    "view.prefilling",
-    "view.free_seats",
+    "vllm_api.running_prefills",
+    "vllm_api.free_seats",
+    "vllm_api.freeable_blocks",
     "core.waiting.peek",
     "core.waiting.remove",
     "core.running.order",
-    "view.predictions",
+    "predictions.drain",
     "predictions.reads",
-    "view.needed_blocks",
+    "vllm_api.blocks_needed",
+    "applier.apply",
+    "applier.gate.returning",
+    "preemptions.evict",
 )
-"""As paths from the scheduler."""
+"""As paths from the scheduler; those of `vllm_api` are what a snapshot asks of vLLM."""
 
 COPIES_MAY_FAIL = (
     *(f"scheduler.connector.ledger.{name}" for name in ("loadable", "admitted", "take_orders")),
@@ -37,6 +43,8 @@ COPIES_MAY_FAIL = (
 def method_of(scheduler: Any, path: str) -> tuple[Any, str]:
     """The object and the name of the method at the end of a path."""
     *owners, name = path.split(".")
+    if owners[-1] == "vllm_api":
+        return vllm_api, name
     for owner in owners:
         scheduler = getattr(scheduler, owner)
     return scheduler, name

@@ -4,9 +4,12 @@ import itertools
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
+from vllm_semantic_sched.policy.facts.capacity import Need
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource, Seat
 from vllm_semantic_sched.policy.order.queues import QueueRules
+from vllm_semantic_sched.policy.preemption import Plans
 from vllm_semantic_sched.policy.profile.formula import load_profile
+from vllm_semantic_sched.policy.snapshot import Progress
 
 _sequence = itertools.count()
 
@@ -51,26 +54,35 @@ def seated(job: Job) -> Job:
     return job
 
 
-class FreeingView:
-    """Running jobs of which each frees so many blocks, for nothing."""
+class FreeingSnapshot:
+    """Running jobs of which each frees so many blocks, and has all that it will ever compute."""
 
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
 
-    def is_ready(self, job: Job) -> bool:
-        return True
-
-    def needed_blocks(self, job: Job) -> int:
-        return 0
+    def progress(self, job: Job) -> Progress:
+        return Progress(job.computed, job.generated, job.computed)
 
     def freeable_blocks(self, job: Job) -> int | None:
         return self._blocks
 
-    def observe(self, job: Job) -> None:
-        pass
+    def host_room(self, job: Job, with_kv: int) -> None:
+        return None
 
-    def obstacles(self, job: Job) -> list:
-        return []
+    def can_end(self, job: Job) -> bool:
+        return True
 
-    def preemption_seconds(self, job: Job) -> float:
+
+class FreePlans(Plans):
+    """Preemptions that cost nothing."""
+
+    def seconds(self, job: Job) -> float:
         return 0.0
+
+
+def victims_for(core, job: Job, need: Need, freed: int) -> list[Job]:
+    """Victims for a waiting job, if preemptions are free and each frees so many blocks."""
+    snapshot = FreeingSnapshot(freed)
+    return core.eviction.victims_for(
+        job, need, snapshot, FreePlans(core.plan_preemption, core.profile, snapshot)
+    )

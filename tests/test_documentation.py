@@ -304,7 +304,7 @@ def test_life_of_a_request_names_at_most_forty_files() -> None:
     [
         (["README.md", "docs/architecture.md", "policy/order/waiting.py"], "def peek"),
         (
-            ["README.md", "docs/architecture.md", "policy/step.py", "policy/eviction/victims.py"],
+            ["README.md", "docs/architecture.md", "policy/step.py", "policy/preemption.py"],
             "def choose_victims",
         ),
     ],

@@ -11,7 +11,7 @@ from vllm_semantic_sched.lab.bench.standalone import (
     model_output,
     run_step,
 )
-from vllm_semantic_sched.policy.order.protection import WINDOW, Protection
+from vllm_semantic_sched.policy.holds.budget import WINDOW, Protection
 from vllm_semantic_sched.policy.profile.formula import load_profile
 
 # So much worth that all who may be held are held, until the price is paid.

@@ -116,7 +116,7 @@ def test_outputs_equal_those_of_vllms_own_scheduler(file, asynchronous, own_poli
     assert totals.total("preemptions") == sum(len(step[4]) for step in expected)
     observing.shutdown()
     assert not observing.jobs and not len(observing.core.running)
-    assert not observing.view._stale  # what vLLM preempted is not kept
+    assert not observing.applier.gate._stale  # what vLLM preempted is not kept
     states = Counter(line["state"] for line in lines(file) if "state" in line)
     ended = ("completed", "cancelled")
     assert sum(states[state] for state in ended) == 80 and states["running"] >= 60

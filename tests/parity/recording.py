@@ -2,15 +2,15 @@
 
 import copy
 import random
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from vllm_semantic_sched.engine.vllm_api import tokens_with_kv
+from vllm_semantic_sched.engine.snapshot import VllmSnapshot
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.orders import Orders
 from vllm_semantic_sched.policy.record.lifecycle import Transition
-from vllm_semantic_sched.policy.view import PrefillLimits
 from vllm_semantic_sched.predict.second_look import SecondLooks
 
 BUCKETS = LengthBuckets((10, 30), (6.0, 20.0, 45.0))
@@ -18,13 +18,22 @@ BUCKETS = LengthBuckets((10, 30), (6.0, 20.0, 45.0))
 Decision = tuple[Any, ...]
 
 
+# What a snapshot answered: by question, and by request where it is about one.
+Answers = dict[tuple[str, ...], Any]
+
+
 @dataclass
 class Arrival:
-    """A request, as `SchedulingCore.arrive` and `SchedulingStep.arrived` get it."""
+    """A request, as `SchedulingCore.arrive` and `step.arrived` get it.
+
+    Attributes:
+        snapshots: the answers of each snapshot that was taken, in order.
+    """
 
     now: float
     job: Job
-    arrived: tuple[Any, ...] = ()
+    arrived: tuple[Any, ...] | None = None
+    snapshots: list[Answers] = field(default_factory=list)
 
 
 @dataclass
@@ -32,36 +41,28 @@ class Step:
     """One call of schedule().
 
     Attributes:
-        predictions: (request, prediction) that came back.
-        progress: computed and generated tokens of running requests, and how many of the computed
-            ones are not in flight.
-        free_blocks, coming_blocks, kv_use: of the KV cache, before the step's decisions.
-        reserved_blocks: that the engine sets aside for running prefills.
+        snapshots: the answers of each snapshot that was taken, in order: before the decisions, and
+            when the step was filled.
         passed_over: the request that the engine did not start although it had room.
         host_blocks: free ones on the host.
-        answers: of the view to questions about one request that the simulator has no notion of,
-            by question and request.
-        unready, unready_after: requests without a seat that vLLM could not admit, as the step began
-            and when it was filled; those with a token in flight.
+        unready: requests without a seat that vLLM could not admit when the step was filled: those
+            with a token in flight.
         after: computed and generated tokens by request, as vLLM counts them after scheduling.
-        preempted, admitted: how many vLLM preempted and admitted by itself.
+        own_victims: tokens with KV, generated ones, and the room on the host of each request that
+            vLLM preempted by itself.
+        admitted: how many it admitted.
+        tokens_left: the step would have taken more tokens.
     """
 
     now: float
-    predictions: list[tuple[str, Prediction | None]] = field(default_factory=list)
-    progress: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    free_blocks: int = 0
-    coming_blocks: int = 0
-    kv_use: float = 0.0
-    reserved_blocks: int = 0
+    snapshots: list[Answers] = field(default_factory=list)
     passed_over: str | None = None
     host_blocks: int = 0
-    answers: dict[tuple[str, str], Any] = field(default_factory=dict)
     unready: set[str] = field(default_factory=set)
-    unready_after: set[str] = field(default_factory=set)
     after: dict[str, tuple[int, int]] = field(default_factory=dict)
-    preempted: int = 0
+    own_victims: list[tuple[int, int, Any]] = field(default_factory=list)
     admitted: int = 0
+    tokens_left: bool = False
 
 
 @dataclass
@@ -118,12 +119,24 @@ class DecisionLog:
     def held(self, job: Job, seconds: float) -> None:
         """What is held is recorded as it is ordered."""
 
-    def limited(self, limits: PrefillLimits) -> None:
-        held = sorted(job.request_id for job in limits.held)
-        self._decisions.append(("limits", held, limits.cap, limits.gated))
-
-    def holds(self, jobs: Iterable[Job]) -> None:
-        self._decisions.append(("hold", sorted(job.request_id for job in jobs)))
+    def ordered_by(self, orders: Orders) -> None:
+        """All that a step has ordered."""
+        limits = orders.prefills
+        decisions = {
+            "end": [(end.job.request_id, end.refusal.code.value) for end in orders.end],
+            "preempt": [
+                (victim.job.request_id, victim.plan, victim.reason, name_of(victim.beneficiary))
+                for victim in orders.preempt
+            ],
+            "release": names_of(orders.release),
+            "hold": sorted(names_of(orders.hold)),
+            "limits": (sorted(names_of(limits.held)), limits.cap, limits.gated),
+            "moved": sorted(names_of(orders.moved)),
+            "seats kept": (sorted(names_of(orders.keep_seats_for)), name_of(orders.first)),
+            "protected prefill": orders.protected_prefill,
+            "settled": orders.settled,
+        }
+        self._decisions += [("order", kind, what) for kind, what in decisions.items()]
 
     def ordered(self, core: Any) -> None:
         """The order that the step left behind, with what each job gained."""
@@ -134,6 +147,47 @@ class DecisionLog:
     def take(self) -> list[Decision]:
         taken, self._decisions = self._decisions, []
         return taken
+
+
+def name_of(job: Job | None) -> str | None:
+    return None if job is None else job.request_id
+
+
+def names_of(jobs: Iterable[Job]) -> list[str]:
+    return [job.request_id for job in jobs]
+
+
+class RecordingSnapshot:
+    """Passes on questions to a snapshot, and keeps the answers with names in place of jobs."""
+
+    def __init__(self, snapshot: VllmSnapshot, answers: Answers) -> None:
+        self._snapshot = snapshot
+        self._answers = answers
+
+    def __getattr__(self, name: str) -> Any:
+        answer = getattr(self._snapshot, name)
+        if not callable(answer):
+            self._answers[(name,)] = named(answer)
+            return answer
+
+        def ask(job: Job, *args: Any) -> Any:
+            answered = answer(job, *args)
+            self._answers[name, job.request_id] = named(answered)
+            return answered
+
+        return ask
+
+
+class Name(str):
+    """Stands for a job."""
+
+
+def named(answer: Any) -> Any:
+    if isinstance(answer, Job):
+        return Name(answer.request_id)
+    if type(answer) in (list, tuple, dict):
+        return [named(each) for each in answer]
+    return answer
 
 
 def state_of(job: Job) -> tuple[Any, ...]:
@@ -214,10 +268,14 @@ def random_prediction(rng: random.Random) -> Prediction:
 
 def record(scheduler: Any, policy: str) -> Recording:
     """Record everything that a `SemanticScheduler` does from now on."""
-    core, step, view, log = scheduler.core, scheduler.step, scheduler.view, DecisionLog()
+    core, log = scheduler.core, DecisionLog()
     capacity, swap = core.holdings.capacity, scheduler.preemptions.connector
     recording = Recording(
-        policy, capacity.seats, capacity.blocks, capacity.block_size, view.token_budget()
+        policy,
+        seats=capacity.seats,
+        blocks=capacity.blocks,
+        block_size=capacity.block_size,
+        token_budget=scheduler.max_num_scheduled_tokens,
     )
     if swap is not None:
         recording.host_blocks = swap.slots
@@ -228,86 +286,67 @@ def record(scheduler: Any, policy: str) -> Recording:
         recording.decisions.append(log.take())
 
     def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-        inner = getattr(owner, name, None)
-        if inner is None:
-            return
+        inner = getattr(owner, name)
         setattr(owner, name, lambda *args, **kwargs: around(inner, *args, **kwargs))
 
     def unready() -> set[str]:
+        snapshot = take_snapshot()
         names = (request.request_id for request in scheduler.waiting)
-        return {name for name in names if not view.is_ready(scheduler.jobs[name])}
+        return {name for name in names if not snapshot.is_ready(scheduler.jobs[name])}
 
     def arrive(inner: Any, job: Job, now: float) -> None:
         events.append(Arrival(now, copy.copy(job)))
         inner(job, now)
 
-    def arrived(inner: Any, view: Any, job: Job, *key: Any) -> None:
-        events[-1].arrived = key
-        inner(view, job, *key)
+    def arrived(inner: Any, arrival: Any, snapshot: Any) -> None:
+        if snapshot is not None:
+            events[-1].arrived = arrival.dedup_key, arrival.origin
+        inner(arrival, snapshot)
 
     def add_request(inner: Any, request: Any) -> None:
         inner(request)
         done()
 
-    def run(inner: Any, view: Any) -> Any:
+    def snapshot(inner: Any, *args: Any, **kwargs: Any) -> Any:
+        answers: Answers = {}
+        events[-1].snapshots.append(answers)
+        return RecordingSnapshot(inner(*args, **kwargs), answers)
+
+    def before_step(inner: Any) -> None:
         here = events[-1]
-        here.unready = unready()
-        here.free_blocks, here.kv_use = view.free_blocks(), view.kv_use()
-        here.coming_blocks, here.reserved_blocks = view.coming_blocks(), view.reserved_blocks()
         if (passed_over := core.eviction.passed_over) is not None:
             here.passed_over = passed_over.request_id
         if swap is not None:
             here.host_blocks = swap.ledger.pool.free
-        for request in scheduler.running:
-            here.progress[request.request_id] = (
-                request.num_computed_tokens,
-                request.num_output_tokens,
-                tokens_with_kv(request),
-            )
-        outcome = inner(view)
+        inner()
+
+    def apply(inner: Any, orders: Orders) -> None:
+        log.ordered_by(orders)
         log.ordered(core)
-        return outcome
+        inner(orders)
 
-    def predictions(inner: Any) -> Any:
-        for job, prediction in inner():
-            events[-1].predictions.append((job.request_id, prediction))
-            yield job, prediction
-
-    def limit_prefills(inner: Any, limits: PrefillLimits) -> None:
-        log.limited(limits)
-        inner(limits)
-
-    def hold(inner: Any, jobs: Collection[Job]) -> None:
-        log.holds(jobs)
-        inner(jobs)
-
-    def question(name: str) -> None:
-        def ask(inner: Any, job: Job) -> Any:
-            answer = inner(job)
-            if isinstance(events[-1], Step):
-                events[-1].answers[name, job.request_id] = answer
-            return answer
-
-        wrap(view, name, ask)
+    def report(inner: Any, job: Job, request: Any, kv_tokens: int, keep: bool) -> Any:
+        room = scheduler.preemptions.host_room(request, kv_tokens) if keep else None
+        events[-1].own_victims.append((kv_tokens, request.num_output_tokens, room))
+        return inner(job, request, kv_tokens, keep)
 
     def schedule(inner: Any, *args: Any, **kwargs: Any) -> Any:
-        here = Step(view.now())
+        here = Step(scheduler.clock())
         events.append(here)
         output = inner(*args, **kwargs)
-        here.unready_after = unready()
+        here.tokens_left = output.total_num_scheduled_tokens < scheduler.max_num_scheduled_tokens
+        here.unready = unready()
         here.after = {
             name: (request.num_computed_tokens, request.num_output_tokens)
             for name, request in scheduler.requests.items()
         }
         taken = log.take()
-        moves = [entry for entry in taken if entry[0] == "moved"]
-        here.preempted = sum(entry[4] == "kv_shortage" for entry in moves)
-        here.admitted = sum(entry[3] == "running" for entry in moves)
+        here.admitted = sum(entry[0] == "moved" and entry[3] == "running" for entry in taken)
         recording.decisions.append(taken)
         return output
 
     def update_from_output(inner: Any, *args: Any, **kwargs: Any) -> Any:
-        events.append(Output(view.now()))
+        events.append(Output(scheduler.clock()))
         output = inner(*args, **kwargs)
         done()
         return output
@@ -326,15 +365,14 @@ def record(scheduler: Any, policy: str) -> Recording:
             events[-1].ended.append((job.request_id, job.generated, args[:3]))
         inner(job, *args)
 
+    take_snapshot = scheduler.snapshot
     wrap(core, "arrive", arrive)
-    wrap(step, "arrived", arrived)
+    wrap(scheduler.arrivals, "arrived", arrived)
     wrap(scheduler, "add_request", add_request)
-    wrap(step, "run", run)
-    wrap(view, "predictions", predictions)
-    wrap(view, "limit_prefills", limit_prefills)
-    wrap(view, "hold", hold)
-    for name in ("freeable_blocks", "can_advance", "needed_blocks"):
-        question(name)
+    wrap(scheduler, "snapshot", snapshot)
+    wrap(scheduler, "before_step", before_step)
+    wrap(scheduler.applier, "apply", apply)
+    wrap(scheduler.preemptions, "_report", report)
     wrap(scheduler, "schedule", schedule)
     wrap(scheduler, "update_from_output", update_from_output)
     wrap(core.estimates, "observe_step", observe_step)

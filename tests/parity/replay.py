@@ -1,30 +1,66 @@
-"""Replays a recording through the simulator's engine and its view."""
+"""Replays a recording: `step` on the recorded snapshots, and the simulator in vLLM's place."""
 
 import bisect
 import copy
-from collections.abc import Collection, Iterable
 from typing import Any
 
+from vllm_semantic_sched.policy import step
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.eviction.retention import HostRoom, PreemptionPlan
 from vllm_semantic_sched.policy.facts.job import Job, JobState
-from vllm_semantic_sched.policy.facts.prediction import Prediction
-from vllm_semantic_sched.policy.overload.refusal import Refusal
+from vllm_semantic_sched.policy.orders import Victim
 from vllm_semantic_sched.policy.profile.formula import load_profile
-from vllm_semantic_sched.policy.step import SchedulingStep
-from vllm_semantic_sched.policy.view import PrefillLimits
-from vllm_semantic_sched.sim.engine import Engine
+from vllm_semantic_sched.sim.engine import Engine, unguarded
 from vllm_semantic_sched.sim.request import Run, SimRequest
 from vllm_semantic_sched.sim.sections import EngineModel
 
-from .recording import BUCKETS, Arrival, Decision, DecisionLog, Output, Recording, Step
+from .recording import (
+    BUCKETS,
+    Answers,
+    Arrival,
+    Decision,
+    DecisionLog,
+    Name,
+    Output,
+    Recording,
+    Step,
+)
+
+
+class Unasked(AssertionError):
+    """The recorded step did not ask this question."""
+
+
+class RecordedSnapshot:
+    """What vLLM answered, with the jobs of the replay."""
+
+    def __init__(self, answers: Answers, jobs: dict[str, Job]) -> None:
+        self._answers = answers
+        self._jobs = jobs
+
+    def __getattr__(self, name: str) -> Any:
+        if (name,) in self._answers:
+            return self._with_jobs(self._answers[(name,)])
+        if not any(question[0] == name for question in self._answers):
+            raise Unasked(name)
+        return lambda job, *args: self._about(name, job)
+
+    def _about(self, name: str, job: Job) -> Any:
+        if (name, job.request_id) not in self._answers:
+            raise Unasked(name, job.request_id)
+        return self._with_jobs(self._answers[name, job.request_id])
+
+    def _with_jobs(self, answer: Any) -> Any:
+        if isinstance(answer, Name):
+            return self._jobs[answer]
+        if type(answer) is list:
+            return [self._with_jobs(each) for each in answer]
+        return answer
 
 
 class ReplayEngine(Engine):
-    """The simulated engine, with the real one's facts: time, predictions, progress, free blocks,
-    steps in flight, and how many requests vLLM preempted and admitted. Which ones is decided
-    here."""
+    """The simulated engine, with the real one's facts: time, snapshots, and how many requests vLLM
+    preempted and admitted by itself. Which ones is decided here."""
 
     def __init__(self, recording: Recording, log: DecisionLog) -> None:
         policy = load_policy(recording.policy)
@@ -42,9 +78,6 @@ class ReplayEngine(Engine):
         core.lifecycle.listeners.append(log)
         self._log = log
         self._jobs: dict[str, Job] = {}
-        self._here = Step(0.0)
-        self._free = 0
-        self._unready: set[str] = set()
 
     def arrive(self, event: Arrival) -> None:
         self._now = event.now
@@ -54,39 +87,45 @@ class ReplayEngine(Engine):
         request = SimRequest(
             0, job.arrival, 0, job.prompt_tokens, job.max_output_tokens, job.tenant
         )
-        run = Run(request, job, None)
-        self._runs[job] = run
+        self.runs[job] = Run(request, job, None)
         self.waiting[0] += 1
         self.core.enqueue(job, self.core.waiting)
-        self.step.arrived(self, job, *event.arrived)
+        if event.arrived is not None:
+            snapshot = RecordedSnapshot(event.snapshots[0], self._jobs)
+            for end in step.arrived(self.core, snapshot, job, *event.arrived):
+                self._end(end)
 
     def run_step(self, event: Step) -> None:
-        self._now, self._here, self._free = event.now, event, event.free_blocks
-        self._unready = event.unready
-        if self._host is not None:
-            self._host.free = event.host_blocks
-        self._hold_given = False
+        self._now = event.now
+        self.host.free = event.host_blocks
         passed_over = event.passed_over
         self.core.eviction.passed_over = self._jobs[passed_over] if passed_over else None
-        self.step.run(self)
-        if not self._hold_given:
-            super().hold(())
+        before, *filled = (RecordedSnapshot(answers, self._jobs) for answers in event.snapshots)
+        orders = step.step(self.core, before, self._now, unguarded)
+        self._log.ordered_by(orders)
         self._log.ordered(self.core)
-        for _ in range(event.preempted):
-            self.preempt(self.running[-1], "kv_shortage")
-        self._unready = event.unready_after
-        for job in self._admitted(event.admitted):
+        self._apply(orders)
+        for kv_tokens, generated, room in event.own_victims:
+            self._preempt_last(kv_tokens, generated, room)
+        for job in self._admitted(event.admitted, event.unready):
             # A token that was in flight when it was preempted may have come since.
             job.computed, job.generated = event.after.get(job.request_id, (0, job.generated))
             self.waiting[0] -= 1
             self.core.start(job)
-            self._prefilling[job] = None
             bisect.insort(self.running, job, key=self.core.running.order)
-        for job in list(self._prefilling):
-            if event.after.get(job.request_id, (0, 0))[0] >= job.tokens:
-                del self._prefilling[job]
+        for snapshot in filled:
+            step.filled(self.core, snapshot, event.tokens_left)
 
-    def _admitted(self, number: int) -> list[Job]:
+    def _preempt_last(self, kv_tokens: int, generated: int, room: Any) -> None:
+        """The last request of the running list makes room, as vLLM chooses it."""
+        job = self.running[-1]
+        job.computed, job.generated = kv_tokens, generated
+        plan = self.core.plan_preemption(job, kv_tokens, room, can_drop=True)
+        self.core.preempt(job, plan, "kv_shortage")
+        self.core.requeue(job, self.core.waiting)
+        self._preempt(Victim(job, plan, "kv_shortage"))
+
+    def _admitted(self, number: int, unready: set[str]) -> list[Job]:
         """The first so many of those waiting that can start."""
         admitted: list[Job] = []
         skipped: list[Job] = []
@@ -94,7 +133,8 @@ class ReplayEngine(Engine):
             self.core.take(job, self.core.waiting)
             # What is saved in this step cannot be loaded in it.
             saving = job.state is JobState.SWAPPED and job.entered == self._now
-            (admitted if self.is_ready(job) and not saving else skipped).append(job)
+            ready = job.request_id not in unready and not saving
+            (admitted if ready else skipped).append(job)
         for job in skipped:
             self.core.requeue(job, self.core.waiting)
         return admitted  # if too few, the difference shows in the decisions
@@ -110,104 +150,17 @@ class ReplayEngine(Engine):
             if generated:
                 self.core.lifecycle.first_token(job)
             if job in self.core.running:
-                self._leave(self._runs[job], "finish")
+                self._leave(self.runs[job], "finish")
             self.core.finish(job, *arguments)
         for name in event.first_tokens:
             if name not in ended:
-                self.step.first_token(self, self._jobs[name])
-
-    # Facts of the recording, in place of the model's
-
-    def predictions(self) -> Iterable[tuple[Job, Prediction | None]]:
-        return [(self._jobs[name], said) for name, said in self._here.predictions]
-
-    def observe(self, job: Job) -> None:
-        if job in self.core.running and job.request_id in self._here.progress:
-            job.computed, job.generated, _ = self._here.progress[job.request_id]
-
-    def prefilling(self) -> Any:
-        for job in self._prefilling:
-            self.observe(job)
-        return self._prefilling
-
-    def kv_use(self) -> float:
-        return self._here.kv_use
-
-    def free_blocks(self) -> int:
-        return self._free
-
-    def coming_blocks(self) -> int:
-        return self._here.coming_blocks
-
-    def reserved_blocks(self) -> int:
-        return self._here.reserved_blocks
-
-    def decode_tokens(self) -> int:
-        return sum(job not in self._prefilling and job not in self.held for job in self.running)
-
-    def is_ready(self, job: Job) -> bool:
-        return job.request_id not in self._unready
-
-    def needed_blocks(self, job: Job) -> int:
-        return int(self._answer("needed_blocks", job, super().needed_blocks(job)))
-
-    def can_advance(self, job: Job) -> bool:
-        return bool(self._answer("can_advance", job, True))
-
-    def freeable_blocks(self, job: Job) -> int | None:
-        if self._answer("freeable_blocks", job, 0) is None:
-            return None  # a step in flight may write them
-        return self.pool.needed(self._computed(job))
-
-    def _answer(self, question: str, job: Job, default: Any) -> Any:
-        return self._here.answers.get((question, job.request_id), default)
-
-    def _plan(self, job: Job) -> PreemptionPlan:
-        room = HostRoom(self._host.block_size, self._host.free) if self._host else None
-        _, job.generated, job.computed = self._here.progress[job.request_id]
-        return self.core.plan_preemption(job, room, can_drop=True)
-
-    # Orders: what they free counts as free
-
-    def preempt(self, job: Job, reason: str, beneficiary: Job | None = None) -> None:
-        self._give_back(job)
-        super().preempt(job, reason)
-
-    def end(self, job: Job, refusal: Refusal) -> None:
-        if job in self.core.running:
-            self._give_back(job)
-            job.generated = self._here.progress[job.request_id][1]
-        super().end(job, refusal)
-
-    def limit_prefills(self, limits: PrefillLimits) -> None:
-        self._log.limited(limits)
-        super().limit_prefills(limits)
-
-    def hold(self, jobs: Collection[Job]) -> None:
-        self._log.holds(jobs)
-        super().hold(jobs)
-
-    def _give_back(self, job: Job) -> None:
-        freed = self.freeable_blocks(job)
-        assert freed is not None
-        # Free blocks are counted without one for each request that is about to begin a block.
-        self._free += freed + (self._computed(job) % self.pool.block_size == 0)
-
-    def _computed(self, job: Job) -> int:
-        """Tokens with KV. Like the engine, a question leaves what the job knows as it is."""
-        return self._here.progress[job.request_id][0]
+                self.core.first_token(self._jobs[name])
 
 
-def replay(recording: Recording, exchanged: tuple[str, str] | None = None) -> list[list[Decision]]:
-    """The decisions of the simulator's path after each event of a recording.
-
-    Args:
-        exchanged: names of two parts of the step whose order is exchanged.
-    """
+def replay(recording: Recording) -> list[list[Decision]]:
+    """The decisions of the replay after each event of a recording."""
     log = DecisionLog()
     engine = ReplayEngine(recording, log)
-    if exchanged is not None:
-        _exchange(engine.step, *exchanged)
     decisions = []
     for event in recording.events:
         if isinstance(event, Arrival):
@@ -218,18 +171,3 @@ def replay(recording: Recording, exchanged: tuple[str, str] | None = None) -> li
             engine.output(event)
         decisions.append(log.take())
     return decisions
-
-
-def _exchange(step: SchedulingStep, first: str, second: str) -> None:
-    """Each of the two parts runs when the other should."""
-    guarded = step._guarded
-    parts = {first: getattr(step, first), second: getattr(step, second)}
-
-    def exchanged(doing: str, part: Any, *args: Any) -> Any:
-        name = part.__name__
-        if name in parts:
-            part = parts[second if name == first else first]
-            args = (args[0], False)[: part.__code__.co_argcount - 1]
-        return guarded(doing, part, *args)
-
-    step._guarded = exchanged  # type: ignore[method-assign]

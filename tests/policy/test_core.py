@@ -3,17 +3,17 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import FreeingView, step, take_next
+from jobs import step, take_next, victims_for
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import URGENT, SchedulingCore
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.estimates.decision import Hint, reading_level, reading_order
-from vllm_semantic_sched.policy.eviction.retention import HostRoom
 from vllm_semantic_sched.policy.facts.capacity import Need
 from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.profile.formula import load_profile
+from vllm_semantic_sched.policy.retention import HostRoom
 
 BUCKETS = LengthBuckets(edges=(20, 100), means=(10.0, 60.0, 300.0))
 LEVELS = [(1.0, 0.0, 0.0, 0.0, 0.0), (0.1, 0.1, 0.1, 0.1, 0.6)]
@@ -65,7 +65,7 @@ def test_every_job_is_in_exactly_one_place_until_it_finishes(base, actions) -> N
             core.requeue(job, core.waiting)
         elif action == "preempt" and running:
             job = running[pick % len(running)]
-            core.preempt(job, core.plan_preemption(job, HostRoom(16, pick)))
+            core.preempt(job, core.plan_preemption(job, job.computed, HostRoom(16, pick)))
             core.enqueue(job, core.waiting)
         elif action == "finish" and jobs:
             job = jobs.pop(pick % len(jobs))
@@ -129,7 +129,7 @@ def test_only_more_urgent_jobs_preempt(base: str, worth: bool) -> None:
     assert core.eviction.worth_preempting(urgent) is worth
     assert not core.eviction.worth_preempting(arrive(core, "c", 4))
     if worth:
-        assert core.eviction.victims_for(urgent, Need(1, 0), FreeingView(0)) == [routine]
+        assert victims_for(core, urgent, Need(1, 0), freed=0) == [routine]
 
 
 def test_number_of_preemptions_is_bounded() -> None:
@@ -139,11 +139,11 @@ def test_number_of_preemptions_is_bounded() -> None:
     core.waiting.remove(urgent)
     for _ in range(core.policy.preemption.max_per_request):
         core.start(take_next(core.waiting))
-        assert core.eviction.victims_for(urgent, Need(1, 0), FreeingView(0)) == [routine]
-        core.preempt(routine, core.plan_preemption(routine), URGENT)
+        assert victims_for(core, urgent, Need(1, 0), freed=0) == [routine]
+        core.preempt(routine, core.plan_preemption(routine, routine.computed), URGENT)
         core.enqueue(routine, core.waiting)
     core.start(take_next(core.waiting))
-    assert core.eviction.victims_for(urgent, Need(1, 0), FreeingView(0)) == []
+    assert victims_for(core, urgent, Need(1, 0), freed=0) == []
 
 
 def test_only_preemptions_for_more_urgent_requests_are_bounded() -> None:
@@ -154,10 +154,10 @@ def test_only_preemptions_for_more_urgent_requests_are_bounded() -> None:
     core.waiting.remove(urgent)
     for _ in range(core.policy.preemption.max_per_request + 1):
         core.start(take_next(core.waiting))
-        core.preempt(routine, core.plan_preemption(routine), "reset")
+        core.preempt(routine, core.plan_preemption(routine, routine.computed), "reset")
         core.enqueue(routine, core.waiting)
     core.start(take_next(core.waiting))
-    assert core.eviction.victims_for(urgent, Need(1, 0), FreeingView(0)) == [routine]
+    assert victims_for(core, urgent, Need(1, 0), freed=0) == [routine]
 
 
 def test_tier_that_is_not_preemptible_keeps_its_seats() -> None:
@@ -167,8 +167,8 @@ def test_tier_that_is_not_preemptible_keeps_its_seats() -> None:
     core.start(take_next(core.waiting))
     core.start(take_next(core.waiting))
     urgent = arrive(core, "urgent", 0)
-    assert core.eviction.victims_for(urgent, Need(1, 0), FreeingView(0)) == [routine]
-    assert core.eviction.victims_for(urgent, Need(2, 0), FreeingView(0)) == []
+    assert victims_for(core, urgent, Need(1, 0), freed=0) == [routine]
+    assert victims_for(core, urgent, Need(2, 0), freed=0) == []
     assert batch in core.running
 
 
@@ -268,11 +268,11 @@ def test_much_longer_job_of_the_same_level_gives_way_with_shorter(base, shorter,
     seat(core, urgent)
     assert core.eviction.wants_room == core.eviction.worth_preempting(short) == yields
     need = Need(seats=1, blocks=0)
-    chosen = core.eviction.victims_for(short, need, FreeingView(1))
+    chosen = victims_for(core, short, need, freed=1)
     assert [job.request_id for job in chosen] == ["long as well"] * yields
     for job in running:
         job.urgent_preemptions = 1
-    assert core.eviction.victims_for(short, need, FreeingView(1)) == []
+    assert victims_for(core, short, need, freed=1) == []
 
 
 def test_among_weighted_levels_none_preempts_and_unread_jobs_go_first() -> None:
@@ -285,7 +285,7 @@ def test_among_weighted_levels_none_preempts_and_unread_jobs_go_first() -> None:
         assert not core.eviction.worth_preempting(job) and not core.eviction.wants_room
     urgent = of_length(core, "urgent", 400, urgency=1)
     assert core.eviction.wants_room and core.eviction.worth_preempting(urgent)
-    assert core.eviction.victims_for(urgent, need, FreeingView(1)) == [running]
+    assert victims_for(core, urgent, need, freed=1) == [running]
     assert list(core.waiting.ordered()) == [urgent, unread, routine]
 
 
@@ -407,14 +407,14 @@ def test_provisional_level_preempts_as_far_as_it_is_probable(
     core.start(take_next(core.waiting))
     job = glance(core, "urgent", provisional)
     assert job.level == 0
-    victims = core.eviction.victims_for(job, Need(1, 0), FreeingView(1))
+    victims = victims_for(core, job, Need(1, 0), freed=1)
     assert core.eviction.worth_preempting(job) == preempts
     if preempts:
         assert victims == [victim]
     assert core.eviction.held_back(job) == (not preempts)
     core.predicted(job, provisional)  # read: its level is final
     assert core.eviction.worth_preempting(job)
-    assert core.eviction.victims_for(job, Need(1, 0), FreeingView(1)) == [victim]
+    assert victims_for(core, job, Need(1, 0), freed=1) == [victim]
 
 
 def test_cap_on_top_levels_counts_a_corrected_request_once() -> None:

@@ -173,7 +173,7 @@ def test_order_follows_the_policy_in_force_after_any_changes(events) -> None:
             core.start(take_next(core.waiting))
         elif kind == "preempt" and len(core.running):
             victim = core.running.least_urgent()
-            core.preempt(victim, core.plan_preemption(victim))
+            core.preempt(victim, core.plan_preemption(victim, victim.computed))
             core.requeue(victim, core.waiting)
         elif kind == "finish" and jobs:
             core.finish(jobs.pop(a % len(jobs)), AnswerEnd.ABORTED)

@@ -1,14 +1,19 @@
-"""The sequence of a scheduling step, over the simulated engine as its view."""
+"""The sequence of a scheduling step, on snapshots of the simulated engine."""
+
+import pickle
+from collections import deque
+from contextlib import contextmanager
+from enum import Enum
 
 import pytest
 from drive import PROFILE, drive
 
-from vllm_semantic_sched.policy import holds
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import JobState
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.policy.step import SchedulingStep
+from vllm_semantic_sched.policy.snapshot import Snapshot
+from vllm_semantic_sched.policy.step import step
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.request import Run, SimRequest
 from vllm_semantic_sched.sim.sections import EngineModel
@@ -24,6 +29,7 @@ PARTS = [
     "holding less urgent requests",
     "limiting prefills",
 ]
+ABOUT_WAITING = {"is_ready", "needed_blocks", "obstacles"}  # the other questions: a running job
 
 
 def make_world(policy: dict, **engine):
@@ -40,44 +46,121 @@ def arrive(core, engine, index: int, urgency: int | None = None, prediction=None
     return run
 
 
-def test_parts_run_in_order_and_an_error_skips_only_its_part(monkeypatch) -> None:
-    core, engine = make_world({}, seats=2)
-    failed: list[str] = []
-    ran: list[str] = []
-    step = SchedulingStep(core)
-    guarded = step._guarded
+class WatchedGuard:
+    """Counts the parts of a step, and lets errors through or not."""
 
-    def watched(doing: str, part, *args):
-        ran.append(doing)
-        return guarded(doing, part, *args)
+    def __init__(self, lenient: bool) -> None:
+        self.lenient = lenient
+        self.parts: list[str] = []
+        self.failed: list[str] = []
+
+    @contextmanager
+    def __call__(self, doing: str):
+        self.parts.append(doing)
+        try:
+            yield
+        except Exception:
+            self.failed.append(doing)
+            if not self.lenient:
+                raise
+
+
+def test_parts_run_in_order_and_an_error_skips_only_its_part(monkeypatch) -> None:
+    core, engine = make_world({}, seats=1)
+    arrive(core, engine, 0, urgency=4)
+    engine.begin_step()
+    engine.end_step()
+    arrive(core, engine, 1, urgency=0)
 
     def broken(*args):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(step, "_guarded", watched)
-    monkeypatch.setattr(step, "_revise_estimates", broken)
+    monkeypatch.setattr(core, "revise", broken)
     with pytest.raises(RuntimeError):
-        step.run(engine)
-    ran.clear()
-    core.on_error = failed.append
-    step.run(engine)
-    assert ran == PARTS and failed == ["revising estimates"]
+        step(core, engine.snapshot(), 0.0, WatchedGuard(lenient=False))
+    guard = WatchedGuard(lenient=True)
+    orders = step(core, engine.snapshot(), 0.0, guard)
+    assert guard.parts == PARTS and guard.failed == ["revising estimates"]
+    assert [victim.job.request_id for victim in orders.preempt] == ["0"]
 
 
-@pytest.mark.parametrize("question", ["is_quiet", "repeats", "_has_nothing_to_decide", "may_hold"])
-def test_asking_about_a_step_changes_nothing(question) -> None:
-    core, engine = make_world({"protect": {"level": 0}}, seats=1)
-    arrive(core, engine, 0, urgency=4)
-    arrive(core, engine, 1, urgency=0)
+def frozen(core: SchedulingCore) -> bytes:
+    """Everything that the policy remembers."""
+    return pickle.dumps(copied(core))
+
+
+def copied(value, seen=None):
+    """Plain values of an object and all that it refers to."""
+    seen = {} if seen is None else seen
+    if isinstance(value, (int, float, str, bytes, bool, type(None), Enum)) or callable(value):
+        return repr(value) if not callable(value) else "callable"
+    if id(value) in seen:
+        return ("seen", seen[id(value)])
+    seen[id(value)] = len(seen)
+    if isinstance(value, dict):
+        return [(copied(key, seen), copied(value[key], seen)) for key in value]
+    if isinstance(value, (list, tuple, set, deque)):
+        return [copied(item, seen) for item in value]
+    slots = [name for owner in type(value).__mro__ for name in getattr(owner, "__slots__", ())]
+    names = [*getattr(value, "__dict__", ()), *slots]
+    return [(name, copied(getattr(value, name, None), seen)) for name in names]
+
+
+def test_no_question_to_a_snapshot_changes_the_state() -> None:
+    """Neither that of the policy nor that of a request."""
+    core, engine = make_world({"protect": {"level": 0}}, seats=2, kv_blocks=200, swap=True)
+    for index, urgency in enumerate((4, 3, 0)):
+        arrive(core, engine, index, urgency)
+        engine.begin_step()
+        engine.end_step()
+    snapshot, before = engine.snapshot(), frozen(core)
+    jobs = {"running": list(core.running), "waiting": list(core.waiting)}
+    assert all(jobs.values())
+    for name, question in vars(Snapshot).items():
+        if name.startswith("_"):
+            continue
+        if isinstance(question, property):
+            getattr(snapshot, name)
+            continue
+        for job in jobs["waiting" if name in ABOUT_WAITING else "running"]:
+            getattr(snapshot, name)(*((job, 10) if name == "host_room" else (job,)))
+    assert frozen(core) == before
+    step(core, snapshot, 0.0, WatchedGuard(lenient=False))
+    assert frozen(core) != before
+
+
+def test_orders_are_applied_after_all_decisions() -> None:
+    """The engine is as it was while a step is decided, and so is what a snapshot says of it."""
+    core, engine = make_world({}, seats=1)
+    running = arrive(core, engine, 0, urgency=4)
     engine.begin_step()
-    step = engine.step
-    before = (step.last, core.version, core.protection.steps, core.protection.budget.worked)
-    for _ in range(2):
-        answer = holds.may_hold(core) if question == "may_hold" else getattr(step, question)
-        if callable(answer):
-            answer(engine)
-    after = (step.last, core.version, core.protection.steps, core.protection.budget.worked)
-    assert after == before
+    engine.end_step()
+    arrive(core, engine, 1, urgency=0)
+    snapshot = engine.snapshot()
+    orders = step(core, snapshot, 0.0, WatchedGuard(lenient=False))
+    assert [victim.job for victim in orders.preempt] == [running.job]
+    assert running.job.state is JobState.WAITING and engine.running == [running.job]
+    assert snapshot.seats == 0
+
+
+def test_plan_of_a_victim_is_computed_once(monkeypatch) -> None:
+    """To sort, to compare its price with what the room is worth, and to carry it out."""
+    core, engine = make_world({"preemption": {"victim": "cost"}}, seats=2, kv_blocks=200, swap=True)
+    for index in range(2):
+        arrive(core, engine, index, urgency=4)
+        engine.begin_step()
+        engine.end_step()
+    arrive(core, engine, 2, urgency=0)
+    planned = []
+    plan = core.plan_preemption
+
+    def counted(job, *args):
+        planned.append(job.request_id)
+        return plan(job, *args)
+
+    monkeypatch.setattr(core, "plan_preemption", counted)
+    orders = step(core, engine.snapshot(), 0.0, WatchedGuard(lenient=False))
+    assert len(orders.preempt) == 1 and sorted(planned) == ["0", "1"]
 
 
 def test_no_victim_for_a_request_that_ends_in_the_same_step() -> None:
@@ -147,10 +230,10 @@ def test_prefill_for_which_others_sat_out_in_vain_counts_once_it_runs() -> None:
     engine.end_step()
     long = Run(SimRequest(2, 0.0, 0, 500, 9), _job(core, 500), None)
     engine.submit(long)
-    engine.step.sharing._in_vain = {long.job: 0}
+    core.sharing._in_vain = {long.job: 0}
     for _ in range(3):
         engine.begin_step()
-        assert sum(engine._chunks.values()) + len(engine._decoding) <= 100
+        assert sum(engine._chunks.values()) + len(engine.decoding) <= 100
         engine.end_step()
     assert long.job.computed > 250
 

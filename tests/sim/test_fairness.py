@@ -13,6 +13,7 @@ from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.order.meter import AHEAD
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.request import Run, SimRequest
+from vllm_semantic_sched.sim.snapshot import EngineSnapshot
 
 
 def premium_load(rng: random.Random, levels: int, seats: int, count: int = 220):
@@ -244,7 +245,7 @@ def test_hard_reservations_hold_in_every_step(seed: int) -> None:
     def watch(engine: Engine, now: float) -> None:
         others = [job for job in engine.running if job.level > 0]
         assert len(others) <= seats - kept
-        held = sum(engine.freeable_blocks(job) for job in others)
+        held = sum(EngineSnapshot(engine).freeable_blocks(job) for job in others)
         assert held <= blocks * (1 - share) or len(others) == 1
         used.add(len(others))
 

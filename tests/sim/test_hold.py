@@ -4,29 +4,29 @@ import random
 from typing import Any
 
 import pytest
-from drive import PROFILE, Choose, drive, hold_by, seats_of
+from drive import PROFILE, Choose, drive, end, hold_by, observe, seats_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job, JobState
-from vllm_semantic_sched.policy.overload.refusal import DROPPED
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.request import Run, SimRequest
 from vllm_semantic_sched.sim.sections import EngineModel
+from vllm_semantic_sched.sim.snapshot import EngineSnapshot
 
 
 class World:
     """An engine, its clock and its requests."""
 
-    def __init__(self, choose: Choose, before: str | None = None, **engine: Any) -> None:
+    def __init__(self, choose: Choose, early: bool = False, **engine: Any) -> None:
         policy = parse_policy({"predictor": {"enabled": False}})
         self.now = 0.0
         self.core = SchedulingCore(policy, PROFILE, clock=lambda: self.now)
         self.engine = Engine(self.core, EngineModel(**engine), PROFILE, keep_seats=True)
         self.runs: list[Run] = []
-        hold_by(self.engine, choose, before)
+        hold_by(self.engine, choose, early)
 
     def add(self, level: int, prompt: int, output: int) -> Run:
         index = len(self.runs)
@@ -45,7 +45,7 @@ class World:
         return seconds
 
     def generated(self, run: Run) -> int:
-        self.engine.observe(run.job)
+        observe(self.engine, run.job)
         return run.job.generated
 
 
@@ -56,13 +56,14 @@ def test_held_decode_keeps_its_blocks_and_gets_no_token() -> None:
     for _ in range(3):
         world.step()
     assert world.generated(urgent) == world.generated(other) == 3
-    blocks, engine = world.engine.freeable_blocks(other.job), world.engine
+    engine, snapshot = world.engine, EngineSnapshot(world.engine)
+    blocks = snapshot.freeable_blocks(other.job)
     holding.append(other.job)
     for _ in range(6):
         world.step()
     assert (world.generated(urgent), world.generated(other)) == (9, 3)
-    assert engine.freeable_blocks(other.job) == blocks and engine.decode_tokens() == 1
-    assert engine.pool.free == 40 - engine.freeable_blocks(urgent.job) - blocks
+    assert snapshot.freeable_blocks(other.job) == blocks and engine.decodes_now() == 1
+    assert engine.pool.free == 40 - snapshot.freeable_blocks(urgent.job) - blocks
     holding.clear()
     world.step()
     assert (world.generated(urgent), world.generated(other)) == (10, 4)
@@ -75,7 +76,7 @@ def test_blocks_that_held_requests_need_next_are_put_aside() -> None:
     world.step()  # the next token of `other` begins a block
     holding.append(other.job)
     world.step()
-    assert world.engine.free_blocks() == world.engine.pool.free - 1
+    assert EngineSnapshot(world.engine).blocks == world.engine.pool.free - 1
     assert world.generated(urgent) == 2
 
 
@@ -87,19 +88,17 @@ def test_without_an_order_nobody_is_held() -> None:
     held[0] = [second.job]
     world.step()
     held[0] = None
-    assert world.engine.decode_tokens() == 1
+    assert world.engine.decodes_now() == 1
     world.step()
     assert (world.generated(first), world.generated(second)) == (3, 2)
-    assert world.engine.decode_tokens() == 2
+    assert world.engine.decodes_now() == 2
 
 
 def test_decodes_count_as_advancing_until_the_step_holds_them() -> None:
     seen: list[int] = []
 
     def choose(engine: Engine) -> list[Job]:
-        seen.append(engine.decode_tokens())
-        engine.hold(engine.running[1:])
-        seen.append(engine.decode_tokens())
+        seen.append(EngineSnapshot(engine).decoding)
         return engine.running[1:]
 
     world = World(choose, seats=4)
@@ -107,7 +106,8 @@ def test_decodes_count_as_advancing_until_the_step_holds_them() -> None:
         world.add(level, 8, 30)
     for _ in range(3):
         world.step()
-    assert seen == [0, 0, 3, 1, 3, 1]
+        seen.append(world.engine.decodes_now())
+    assert seen == [0, 3, 3, 1, 3, 1]
 
 
 def test_no_steps_are_skipped_while_somebody_is_held() -> None:
@@ -119,7 +119,7 @@ def test_no_steps_are_skipped_while_somebody_is_held() -> None:
         world.step()
     holding.append(other.job)
     world.step()
-    assert world.engine.step.is_quiet
+    assert world.engine._settled
     assert world.engine.skip_steps(float("inf")).steps == 0
     holding.clear()
     world.step()
@@ -135,7 +135,7 @@ def test_held_prefill_gets_no_chunk() -> None:
     assert 0 < computed < 500
     holding.append(other.job)
     world.step()
-    assert other.job.computed == computed and other.job in world.engine.prefilling()
+    assert other.job.computed == computed and other.job in world.engine.prefilling
     holding.clear()
     world.step()
     assert other.job.computed == computed + 63 and world.generated(urgent) == 3
@@ -145,7 +145,7 @@ def test_held_prefill_gets_no_chunk() -> None:
 def test_held_request_can_be_preempted_and_comes_back_whole(swap) -> None:
     holding: list[Job] = []
     world = World(
-        lambda engine: list(holding), before="tick", seats=2, kv_blocks=60, block_size=4, swap=swap
+        lambda engine: list(holding), early=True, seats=2, kv_blocks=60, block_size=4, swap=swap
     )
     first, second = world.add(1, 8, 40), world.add(4, 8, 40)
     for _ in range(3):
@@ -172,7 +172,7 @@ def test_held_request_can_be_ended() -> None:
     holding.append(second.job)
     world.step()
     holding.clear()
-    world.engine.end(second.job, DROPPED)
+    end(world.engine, second.job)
     while world.step() is not None:
         pass
     assert (first.job.generated, second.job.generated) == (40, 1)
@@ -191,24 +191,24 @@ class Naive:
     def check(self, held: set[Job]) -> None:
         """To be called when a step is decided, before it ends."""
         engine = self.engine
-        decoding = [job for job in engine.running if job not in engine.prefilling()]
+        decoding = [job for job in engine.running if job not in engine.prefilling]
         for job in engine.running:
-            engine.observe(job)
+            observe(engine, job)
             assert job.generated == self.generated.get(job, 0)
             if self.limited:
                 # What advances has its block for the coming token already.
                 tokens = job.tokens - (job in held)
                 if job not in decoding:  # blocks for what it has computed by the end of the step
                     tokens = job.computed + engine._chunks.get(job, 0)
-                assert engine.freeable_blocks(job) == -(-tokens // self.block_size)
+                assert EngineSnapshot(engine).freeable_blocks(job) == -(-tokens // self.block_size)
         advancing = [job for job in decoding if job not in held]
-        assert engine.decode_tokens() == len(advancing)
-        assert engine._decoding.context == sum(job.tokens for job in advancing)
-        assert engine._decoding.longest_context in (
+        assert engine.decodes_now() == len(advancing)
+        assert engine.decoding.context == sum(job.tokens for job in advancing)
+        assert engine.decoding.longest_context in (
             0,
             max((job.tokens for job in advancing), default=0),
         )
-        in_use = sum(engine.freeable_blocks(job) for job in engine.running)
+        in_use = sum(EngineSnapshot(engine).freeable_blocks(job) for job in engine.running)
         assert engine.pool.total - engine.pool.free == in_use
         for job in advancing:
             self.generated[job] = self.generated.get(job, 0) + 1
@@ -220,17 +220,17 @@ class Naive:
             prefills: what was in prefill when it was decided. Each that ended gave a token.
         """
         engine = self.engine
-        for job in prefills - set(engine.prefilling()):
+        for job in prefills - set(engine.prefilling):
             self.generated[job] = self.generated.get(job, 0) + 1
         for job in engine.running:
-            engine.observe(job)
+            observe(engine, job)
         growing = sum(
-            engine.pool.needed(job.tokens) > engine.freeable_blocks(job)
+            engine.pool.needed(job.tokens) > EngineSnapshot(engine).freeable_blocks(job)
             for job in engine.running
-            if job not in engine.prefilling()
+            if job not in engine.prefilling
         )
         if self.limited:
-            assert engine.free_blocks() == engine.pool.free - growing
+            assert EngineSnapshot(engine).blocks == engine.pool.free - growing
 
 
 @settings(max_examples=60)
@@ -241,11 +241,11 @@ class Naive:
     block_size=st.sampled_from([1, 4, 16]),
     budget=st.sampled_from([8, 64]),
     swap=st.booleans(),
-    before=st.sampled_from(["tick", "_make_room", None]),
+    early=st.booleans(),
     share=st.sampled_from([0.1, 0.5, 0.9]),
 )
 def test_random_holds_agree_with_a_count_of_each_request(
-    seed, kind, blocks, block_size, budget, swap, before, share
+    seed, kind, blocks, block_size, budget, swap, early, share
 ) -> None:
     draw = random.Random(seed)
     held: set[Job] = set()
@@ -265,7 +265,7 @@ def test_random_holds_agree_with_a_count_of_each_request(
 
     size = block_size if blocks is not None else 16
     world = World(
-        choose, before, kind=kind, seats=4, kv_blocks=blocks, block_size=size,
+        choose, early, kind=kind, seats=4, kv_blocks=blocks, block_size=size,
         token_budget=budget, swap=swap,
     )  # fmt: skip
     naive = Naive(world.engine, size, blocks is not None)
@@ -284,7 +284,7 @@ def test_random_holds_agree_with_a_count_of_each_request(
             continue
         running = set(world.engine.running)
         naive.check(held & running)
-        prefills = set(world.engine.prefilling())
+        prefills = set(world.engine.prefilling)
         world.now += seconds
         world.engine.end_step()
         naive.check_end(prefills)
@@ -300,5 +300,5 @@ def test_random_holds_agree_with_a_count_of_each_request(
 def test_holding_nobody_changes_nothing() -> None:
     requests = [SimRequest(n, 0.1 * n, n % 5, 20 + 7 * n, 10 + n) for n in range(30)]
     plain = drive({}, requests, seats=4, kv_blocks=30)
-    held = drive({}, requests, lambda engine, now: engine.hold(()), seats=4, kv_blocks=30)
+    held = drive({}, requests, lambda engine, now: engine._hold(()), seats=4, kv_blocks=30)
     assert [run.finish for run in held] == [run.finish for run in plain]

@@ -70,4 +70,4 @@ def test_no_block_is_lost_or_counted_twice(seed: int) -> None:
     assert all(run.finish is not None for run in runs)
     (engine,) = engines
     assert engine.pool.free == engine.pool.total
-    assert not engine._prefixes._users
+    assert not engine.prefixes._users

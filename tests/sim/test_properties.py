@@ -15,6 +15,7 @@ from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.metrics import Recorder
 from vllm_semantic_sched.sim.scenario import Scenario, parse_scenarios
 from vllm_semantic_sched.sim.simulation import simulate
+from vllm_semantic_sched.sim.snapshot import EngineSnapshot
 from vllm_semantic_sched.sim.workload import WorkloadError
 
 POLICIES = ["fcfs", "sjf", "priority", "ems", "latency", "throughput", "fairness"]
@@ -74,14 +75,14 @@ def scenarios(draw: st.DrawFn, **fixed: Any) -> Scenario:
 
 
 def check_capacity(engine: Engine) -> None:
-    held = sum(engine.freeable_blocks(job) for job in engine.running)
+    held = sum(EngineSnapshot(engine).freeable_blocks(job) for job in engine.running)
     assert len(engine.running) <= engine.seats
     assert held + engine.pool.free == engine.pool.total
     assert engine.pool.free >= 0
     for job in engine.running:
-        assert not engine.pool.limited or engine.freeable_blocks(job) >= engine.pool.needed(
-            job.computed
-        )
+        assert not engine.pool.limited or EngineSnapshot(engine).freeable_blocks(
+            job
+        ) >= engine.pool.needed(job.computed)
     orders = [engine.core.running.order(job) for job in engine.running]
     assert orders == sorted(orders)
 
@@ -130,7 +131,9 @@ def test_no_urgent_request_waits_while_a_less_urgent_one_has_its_seat(scenario: 
         if waiting is None or waiting.level > 0:
             return
         lesser = [job for job in engine.running if job.level > waiting.level]
-        blocks = engine.pool.free + sum(engine.freeable_blocks(job) for job in lesser)
+        blocks = engine.pool.free + sum(
+            EngineSnapshot(engine).freeable_blocks(job) for job in lesser
+        )
         assert not lesser or blocks < engine.pool.needed(waiting.tokens)
 
     simulate(scenario, "it", before_step=check)

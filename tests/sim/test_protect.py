@@ -7,10 +7,12 @@ from drive import drive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.order.protection import WINDOW
+from vllm_semantic_sched.policy.holds.budget import WINDOW
 from vllm_semantic_sched.policy.profile.formula import Batch, BatchTerms, load_profile
+from vllm_semantic_sched.policy.snapshot import Room
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.request import Run, SimRequest
+from vllm_semantic_sched.sim.snapshot import EngineSnapshot
 
 PROFILE = load_profile("a100-qwen1.5-4b").model_copy(
     update={"batch": BatchTerms(step=0.01, per_sequence=0.01)}
@@ -34,7 +36,7 @@ class Watch:
         if busy:
             self._worked += now - before
         self._last = (now, True)
-        decoding = [job for job in engine.running if job not in engine.prefilling()]
+        decoding = [job for job in engine.running if job not in engine.prefilling]
         held = [job for job in decoding if job in engine.held]
         if not held:
             return
@@ -49,9 +51,7 @@ class Watch:
         self.losses.append((self._worked, loss))
         self.largest = max(self.largest, loss)
         waiting = engine.core.waiting.peek()
-        self.held_with_room += waiting is None or (
-            engine.free_seats() > 0 and engine.needed_blocks(waiting) <= engine.free_blocks()
-        )
+        self.held_with_room += waiting is None or Room(EngineSnapshot(engine)).holds(waiting)
 
     def worst(self) -> float:
         """Largest loss in a window of engine time."""

@@ -13,10 +13,10 @@ from vllm_semantic_sched.policy.config.files import read_config, shipped_names
 from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
-from vllm_semantic_sched.policy.eviction.retention import HostRoom
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.overload.control import OverloadControl
 from vllm_semantic_sched.policy.profile.formula import load_profile
+from vllm_semantic_sched.policy.retention import HostRoom
 from vllm_semantic_sched.sim.predictor import draw_predictions
 from vllm_semantic_sched.sim.scenario import parse_scenarios
 from vllm_semantic_sched.sim.simulation import simulate
@@ -225,7 +225,7 @@ def plans(keys: Keys) -> Any:
         hint = core.read_hints({"urgency": core.policy.levels - 1}, 0)
         job = core.arrive(core.draft(str(tokens), tokens, 100, hint, False), 0.0)
         job.computed = tokens
-        found.append(core.plan_preemption(job, HostRoom(16, 1000)))
+        found.append(core.plan_preemption(job, job.computed, HostRoom(16, 1000)))
     return found
 
 

@@ -6,14 +6,13 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from drive import seats_of
+from drive import end, seats_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_semantic_sched.operate.why import Delay, Waits
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.overload.refusal import DROPPED
 from vllm_semantic_sched.policy.record.event_format import Event
 from vllm_semantic_sched.policy.record.lifecycle import Transition
 from vllm_semantic_sched.sim.engine import Engine
@@ -67,7 +66,7 @@ class Chaos:
 
     def __call__(self, engine: Engine) -> None:
         if self.random.random() < 0.02 and len(engine.core.waiting) > 1:
-            engine.end(self.random.choice(list(engine.core.waiting)), DROPPED)
+            end(engine, self.random.choice(list(engine.core.waiting)))
 
 
 @st.composite

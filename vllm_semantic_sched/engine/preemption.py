@@ -13,13 +13,16 @@ from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.requests.endings import Endings
 from vllm_semantic_sched.engine.vllm_api import KVConnectorOutput, Request, Scheduler
 from vllm_semantic_sched.policy.core import URGENT, SchedulingCore
-from vllm_semantic_sched.policy.eviction.retention import (
+from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.orders import Victim
+from vllm_semantic_sched.policy.overload.refusal import DROPPED
+from vllm_semantic_sched.policy.profile.cost import loads_beside_steps
+from vllm_semantic_sched.policy.retention import (
     HostRoom,
+    PreemptionKind,
     PreemptionPlan,
     tokens_left_on_device,
 )
-from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.profile.cost import loads_beside_steps
 
 
 @dataclass(slots=True)
@@ -40,7 +43,7 @@ class Preemptions:
         self._core = core
         self._endings = endings
         self._reason = "kv_shortage"  # what vLLM itself preempts for
-        self._beneficiary: Job | None = None
+        self._ordered: Victim | None = None  # that vLLM is about to preempt
         self._counters = counters
         self._connector, problem = _usable_connector(scheduler)
         if problem is not None and core.policy.retention.mode not in ("recompute", "none"):
@@ -67,24 +70,14 @@ class Preemptions:
         connector = self._connector
         return None if connector is None or connector.unsupported is not None else connector
 
-    def plan(self, job: Job, request: Request, keep: bool = True) -> PreemptionPlan:
-        """What preempting a running request would do; updates the job's token counts. `keep`:
-        whether its KV may be used later."""
-        job.generated = request.num_output_tokens
-        job.computed = vllm_api.tokens_with_kv(request)
-        room = self._host_room(request, job.computed) if keep else None
-        return self._core.plan_preemption(job, room, can_drop=keep)
-
-    def evict(self, request: Request, reason: str, beneficiary: Job | None = None) -> None:
-        """Preempt a running request between two steps. `reason`: label of the metric
-        `preemptions`; the lifecycle records it and the beneficiary."""
-        self._endings.defer()
+    def evict(self, request: Request, victim: Victim) -> None:
+        """Preempt a running request between two steps, as the policy has ordered."""
+        self._ordered = victim
         try:
-            with self.because(reason, beneficiary):
-                vllm_api.preempt(self._scheduler, request)
+            vllm_api.preempt(self._scheduler, request)
         finally:
-            self._endings.end_deferred()
-        if reason == URGENT:
+            self._ordered = None
+        if victim.reason == URGENT:
             self._counters.add("admission_preemptions")
 
     def release(self, session: Request) -> None:
@@ -94,31 +87,29 @@ class Preemptions:
         self._counters.add("admission_preemptions")
 
     @contextmanager
-    def because(self, reason: str, beneficiary: Job | None = None) -> Iterator[None]:
-        """While inside, whatever vLLM preempts is preempted for this reason."""
-        before = self._reason, self._beneficiary
-        self._reason, self._beneficiary = reason, beneficiary
+    def because(self, reason: str) -> Iterator[None]:
+        """While inside, whatever vLLM preempts by itself is preempted for this reason: label of the
+        metric `preemptions`; the lifecycle records it, too."""
+        before, self._reason = self._reason, reason
         try:
             yield
         finally:
-            self._reason, self._beneficiary = before
+            self._reason = before
 
-    def begin(self, job: Job, request: Request, keep: bool) -> PreemptionPlan:
-        """Plan the preemption that vLLM is about to carry out, and begin it while the request holds
-        its blocks. Returns the plan: it keeps nothing if the host pool is full."""
-        plan = self.plan(job, request, keep)
-        kv_tokens = job.computed
-        if plan.saved:
-            assert self.connector is not None
-            end = plan.on_device + plan.saved
-            size, free = self._scheduler.hash_block_size, vllm_api.free_kv_blocks(self._scheduler)
-            # The blocks stay allocated until they are saved, and no step waits for the save, if the
-            # coming step finds enough others.
-            beside = free >= vllm_api.most_blocks_of_a_step(self._scheduler)
-            if not self.connector.save(request, plan.on_device, end, size, beside):
-                plan = self.plan(job, request, keep=False)
+    def begin(self, job: Job, request: Request, keep: bool) -> None:
+        """Begin the preemption that vLLM is about to carry out, while the request holds its blocks:
+        the one that the policy has ordered, or one of vLLM's own, of which it learns here. `keep`:
+        whether the KV may be used later."""
+        kv_tokens = vllm_api.tokens_with_kv(request)
+        victim = self._ordered
+        if victim is None or victim.job is not job:
+            victim = self._report(job, request, kv_tokens, keep)
+        plan = victim.plan
+        if plan.saved and not self._save(request, plan):
+            self._core.lose_copy(job)  # the host has no room for it any more
+            plan = self._core.plan_preemption(job, kv_tokens)
         count = self._counters.add
-        if self._core.preempt(job, plan, self._reason, self._beneficiary):
+        if victim.thrashed:
             count("thrashing")
         count("preempted_tokens", count=kv_tokens)
         if plan.saved:
@@ -127,7 +118,27 @@ class Preemptions:
             self._expected_copies += plan.save_seconds
         self._returning.pop(request.request_id, None)
         self._away[request.request_id] = _Victim(plan, kv_tokens)
-        return plan
+
+    def _report(self, job: Job, request: Request, kv_tokens: int, keep: bool) -> Victim:
+        """Let the policy plan a preemption that it has not ordered."""
+        job.generated, job.computed = request.num_output_tokens, kv_tokens
+        room = self.host_room(request, kv_tokens) if keep else None
+        plan = self._core.plan_preemption(job, kv_tokens, room, can_drop=keep)
+        victim = Victim(job, plan, self._reason, thrashed=self._core.is_thrashing(job))
+        self._core.preempt(job, plan, self._reason)
+        if plan.kind is PreemptionKind.DROP:
+            self._endings.refuse_prompt(job, DROPPED)  # once it is back in the queue
+        return victim
+
+    def _save(self, request: Request, plan: PreemptionPlan) -> bool:
+        """Order the copy to the host; False if that has no room."""
+        assert self.connector is not None
+        size, free = self._scheduler.hash_block_size, vllm_api.free_kv_blocks(self._scheduler)
+        # The blocks stay allocated until they are saved, and no step waits for the save, if the
+        # coming step finds enough others.
+        beside = free >= vllm_api.most_blocks_of_a_step(self._scheduler)
+        end = plan.on_device + plan.saved
+        return self.connector.save(request, plan.on_device, end, size, beside)
 
     def resumed(self, request: Request) -> None:
         """Record that a request got a seat in the step just scheduled."""
@@ -211,7 +222,8 @@ class Preemptions:
             "host_copies": len(self.connector.ledger),
         }
 
-    def _host_room(self, request: Request, kv_tokens: int) -> HostRoom | None:
+    def host_room(self, request: Request, kv_tokens: int) -> HostRoom | None:
+        """See `policy.snapshot.Snapshot.host_room`."""
         connector = self.connector
         if connector is None or request.skip_reading_prefix_cache:
             return None

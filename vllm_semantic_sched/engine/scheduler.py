@@ -2,9 +2,11 @@
 copies `schedule()`; it arranges vLLM's own queues before each step and looks at what came out."""
 
 import os
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from vllm_semantic_sched.engine import vllm_api
+from vllm_semantic_sched.engine.apply import Applier
 from vllm_semantic_sched.engine.clock import (
     ServiceClock,
     StepClock,
@@ -28,18 +30,19 @@ from vllm_semantic_sched.engine.requests.endings import (
 )
 from vllm_semantic_sched.engine.requests.prediction import PredictionFeed
 from vllm_semantic_sched.engine.requests.queue import SemanticRequestQueue
+from vllm_semantic_sched.engine.snapshot import VllmSnapshot
 from vllm_semantic_sched.engine.startup.auto_profile import engine_profile
 from vllm_semantic_sched.engine.startup.settings import load_settings
-from vllm_semantic_sched.engine.view import VllmView
 from vllm_semantic_sched.engine.vllm_api import PauseState, Request, SchedulerOutput, VllmConfig
+from vllm_semantic_sched.policy import step
 from vllm_semantic_sched.policy.config import AUTO, Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.eviction.retention import PreemptionKind
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState
-from vllm_semantic_sched.policy.overload.refusal import DROPPED, TOO_LARGE
+from vllm_semantic_sched.policy.facts.prediction import Prediction
+from vllm_semantic_sched.policy.facts.wait import Cause
+from vllm_semantic_sched.policy.overload.refusal import TOO_LARGE
 from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
-from vllm_semantic_sched.policy.step import SchedulingStep
 
 _MOST_MEASURED = 64  # lengths of encoder inputs for which the room beside them is remembered
 
@@ -114,17 +117,19 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             logs_blocks=self._event_log is not None and self.hash_block_size == self.block_size,
         )
         self.readings = RecentReadings()
-        self.step = SchedulingStep(core)
-        self.step.sharing.may_sit_out = vllm_api.can_sit_out(vllm_config)
-        self.view = VllmView(
-            *(self, core, self.jobs, self.guard, self.preemptions),
+        core.sharing.may_sit_out = vllm_api.can_sit_out(vllm_config)
+        self.applier = Applier(
+            scheduler=self,
+            core=core,
+            jobs=self.jobs,
+            guard=self.guard,
+            preemptions=self.preemptions,
+            endings=self._endings,
             now=self.clock,
-            predictions=self.predictions.drain,
-            end=self._endings.refuse_prompt,
         )
         self.observing = policy.observe
         if not self.observing:
-            self.view.take_over()
+            self.applier.take_over(self._observe)
         self.canary = CanaryDriver(core, self._switch)
         self.live_policy = LivePolicy(core, self._reload, self._replace, self.counters)
         if reload_on_hangup(self.live_policy.request_load):
@@ -187,8 +192,8 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         if arrival is not None:
             try:
                 fits = self.observing or self.arrivals.fit(arrival.job, request)
-                step = None if self.observing or not fits else self.step
-                self.arrivals.arrived(arrival, step, self.view)
+                judged = fits and not self.observing
+                self.arrivals.arrived(arrival, self.snapshot() if judged else None)
                 if not fits:
                     self._endings.refuse_prompt(arrival.job, TOO_LARGE)
             except Exception:
@@ -203,7 +208,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                 if output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids:
                     self._take_in_admitted()
                 if (waits := self.core.lifecycle.waits) is not None:
-                    waits.because(self.view.why_waiting(output))
+                    waits.because(self._why_waiting(output))
                 self._sample(output, begin)
                 self.counters.observe("schedule_seconds", monotonic() - begin)
             return output
@@ -211,21 +216,19 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             output = super().schedule(*args, **kwargs)
         finally:
             with self.guard("restoring limits"):
-                self.view.restore_limits()
+                self.applier.restore_limits()
             with self.guard("taking in admitted requests"):
                 self._take_in_admitted()
-            with self.guard("recording why requests wait"):
-                self.step.filled(self.view)
             with self.guard("ending requests"):
                 self._endings.end_deferred()
             with self.guard("timing steps"):
                 self.counters.observe("schedule_seconds", monotonic() - begin)
-        with self.guard("looking for requests that were passed over"):
-            if output.total_num_scheduled_tokens < self.max_num_scheduled_tokens:
-                self.step.tokens_left(self.view)
+        with self.guard("recording why requests wait"):
+            tokens_left = output.total_num_scheduled_tokens < self.max_num_scheduled_tokens
+            step.filled(self.core, self.snapshot(), tokens_left)
         with self.guard("timing steps"):
             if not output.total_num_scheduled_tokens and self.core.protection.held:
-                self.step.achieved_nothing()
+                step.achieved_nothing(self.core)
             batch = batch_of(output, self.requests, self.num_spec_tokens)
             self.step_clock.scheduled(output, batch, begin)
             self._sample(output, begin, batch)
@@ -255,9 +258,9 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                 self.samples.finished(scheduler_output, now)
         if not self.observing:
             with self.guard("timing steps"):
-                step = self.step_clock.finished(scheduler_output, now)
-                if step is not None:
-                    self.core.estimates.observe_step(*step)
+                measured = self.step_clock.finished(scheduler_output, now)
+                if measured is not None:
+                    self.core.estimates.observe_step(*measured)
             output = model_runner_output.kv_connector_output
             self.preemptions.make_up_for_failures(self.jobs, output)
         outputs = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
@@ -268,7 +271,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                 if request is None:  # an error in between: its end was not noted
                     del starting[job]
                 elif request.num_output_tokens:
-                    self.step.first_token(self.view, job)
+                    self.core.first_token(job)
         if not self.observing:
             with self.guard("timing resumptions"):
                 self.preemptions.watch(self.jobs)
@@ -305,8 +308,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             else:
                 self.clock.pause()
         with self.guard("recording why requests wait"):
-            self.core.version += 1  # whatever was found before
-            self.step.filled(self.view)
+            step.filled(self.core, self.snapshot())
 
     def shutdown(self) -> None:
         for part in (self.predictions, self.live_policy, self._event_log):
@@ -320,23 +322,31 @@ class SemanticScheduler(vllm_api.HookedScheduler):
     def before_step(self) -> None:
         if self.observing:
             with self.guard("applying predictions"):
-                for job, prediction in self.predictions.drain():
+                came = list(self.predictions.drain())
+                for job, prediction in came:
                     self.core.predicted(job, prediction)
+                if came:
+                    self.predictions.applied()
             return
         with self.guard("deciding a step"):
-            if self.step.run(self.view).protected_prefill:
-                vllm_api.let_prefills_run(self)
+            predictions: list[tuple[Job, Prediction | None]] = []
+            with self.guard("applying predictions"):
+                predictions.extend(self.predictions.drain())
+            returning = self.applier.gate.returning(bool(self.core.with_kv))
+            snapshot = self.snapshot(predictions, returning)
+            orders = step.step(self.core, snapshot, self.clock(), self.guard)
+            self.applier.apply(orders)
+        with self.guard("applying predictions"):
+            self.predictions.applied()
         with self.guard("ending requests"):
             self._endings.defer()
 
     def before_preemption(self, request: Request, keep_kv: bool) -> None:
         with self.guard("preempting a request"):
             if not self.observing:  # nobody keeps seats, nor forgets the request later
-                self.view.preempted(request)
+                self.applier.gate.preempted(request)
             job = self.jobs[request.request_id]
-            plan = self.preemptions.begin(job, request, keep_kv and not self.observing)
-            if plan.kind is PreemptionKind.DROP:
-                self._endings.refuse_prompt(job, DROPPED)  # once it is back in the queue
+            self.preemptions.begin(job, request, keep_kv and not self.observing)
 
     def after_turn(self, request: Request) -> None:
         with self.guard("restoring a session"):
@@ -359,20 +369,50 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             self.preemptions.finished(request)
             if job is not None:
                 self.predictions.cancel(job)
-                job.generated = request.num_output_tokens
-                if job.generated:
-                    self.core.lifecycle.first_token(job)
-                refusal = self._endings.refusal
-                end = end_of(request, refusal, self.predictions.tokenizer)
-                taker = None if refusal is None else refusal.beneficiary
-                self.core.finish(job, *end, taker)
+                if not job.state.is_end:  # else the policy itself has ended it
+                    self._finish(job, request)
                 if self._event_log is not None and not is_part_of_beam(request):
                     self.readings.keep(job)
         if job is not None:
             with self.guard("forgetting a request"):
                 self.core.forget(job)
 
+    def _finish(self, job: Job, request: Request) -> None:
+        job.generated = request.num_output_tokens
+        if job.generated:
+            self.core.lifecycle.first_token(job)
+        refusal = self._endings.refusal
+        end, state, reason = end_of(request, refusal, self.predictions.tokenizer)
+        beneficiary = None if refusal is None else refusal.beneficiary
+        self.core.finish(job, end, state, reason, beneficiary)
+
     # Ours
+
+    def snapshot(
+        self,
+        predictions: Iterable[tuple[Job, Prediction | None]] = (),
+        returning: Collection[Job] = (),
+    ) -> VllmSnapshot:
+        """vLLM's accounts, as they are now; see `VllmSnapshot`."""
+        return VllmSnapshot(
+            self, self.jobs, self.preemptions, self._endings.can_end, predictions, returning
+        )
+
+    def _observe(self, job: Job) -> None:
+        request = self.requests[job.request_id]
+        job.computed = request.num_computed_tokens
+        job.generated = request.num_output_tokens
+
+    def _why_waiting(self, output: SchedulerOutput) -> Cause:
+        """What kept vLLM's waiting requests from starting in a step that only it has decided."""
+        if self.pause_state is not PauseState.UNPAUSED:
+            return Cause.PAUSED
+        if vllm_api.free_seats(self) <= vllm_api.loaded(self):
+            return Cause.SEAT
+        if not self.waiting:
+            return Cause.STEP
+        spent = output.total_num_scheduled_tokens >= self.max_num_scheduled_tokens
+        return Cause.TOKENS if spent or output.preempted_req_ids else Cause.KV
 
     def _reload(self) -> tuple[Policy, EngineProfile]:
         """Runs on a thread of its own."""
@@ -386,9 +426,9 @@ class SemanticScheduler(vllm_api.HookedScheduler):
     def _switch(self, policy: Policy, profile: EngineProfile | None = None) -> None:
         """Put another policy in force, with the same profile by default."""
         if policy.observe and not self.observing:
-            self.view.hand_back()
+            self.applier.hand_back()
         elif self.observing and not policy.observe:
-            self.view.take_over()
+            self.applier.take_over(self._observe)
         self.observing = policy.observe
         self.step_clock.idle()  # it does not time steps that are only observed
         self.core.adopt(policy, self.core.estimates.scale.given if profile is None else profile)
@@ -413,13 +453,13 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         for request in reversed(admitted):
             with self.guard("starting a request"):
                 job = self.jobs[request.request_id]
-                self.view.observe(job)
+                self._observe(job)
                 self.core.start(job)
                 self.preemptions.resumed(request)
             if self.observing:
                 self.running.append(request)
             else:
-                self.view.insert(request)
+                self.applier.insert(request)
 
     def _open_event_log(self, core: SchedulingCore) -> EventLog | None:
         settings = core.policy.events

@@ -9,13 +9,6 @@ from vllm_semantic_sched.policy.config.order import Aging, Tenants
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.estimates.decision import Hint, read_hints
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
-from vllm_semantic_sched.policy.eviction.retention import (
-    HostRoom,
-    PreemptionKind,
-    PreemptionPlan,
-    plan_preemption,
-)
-from vllm_semantic_sched.policy.eviction.victims import Eviction
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import (
     FREE_LENGTH,
@@ -27,8 +20,8 @@ from vllm_semantic_sched.policy.facts.job import (
     rank_of,
 )
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.holds.budget import Protection
 from vllm_semantic_sched.policy.levels import Levels
-from vllm_semantic_sched.policy.order.protection import Protection
 from vllm_semantic_sched.policy.order.queues import QueueRules
 from vllm_semantic_sched.policy.order.running import RunningSet
 from vllm_semantic_sched.policy.order.seating import Seating
@@ -36,10 +29,19 @@ from vllm_semantic_sched.policy.order.tenants import ANONYMOUS
 from vllm_semantic_sched.policy.order.waiting import WaitingQueue
 from vllm_semantic_sched.policy.overload.admission import ends_requests
 from vllm_semantic_sched.policy.overload.control import OverloadControl
+from vllm_semantic_sched.policy.overload.refusal import Refusal
+from vllm_semantic_sched.policy.preemption import Eviction
+from vllm_semantic_sched.policy.prefills import PrefillSharing
 from vllm_semantic_sched.policy.profile.cost import drop_seconds
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
 from vllm_semantic_sched.policy.record.lifecycle import Lifecycle, Listener
 from vllm_semantic_sched.policy.record.waits import WaitLedger
+from vllm_semantic_sched.policy.retention import (
+    HostRoom,
+    PreemptionKind,
+    PreemptionPlan,
+    plan_preemption,
+)
 
 URGENT = "urgent"
 """Reason of a preemption for a more urgent request, which counts for `max_per_request`."""
@@ -78,8 +80,10 @@ class SchedulingCore:
         self.levels = Levels(self.seating, self.lifecycle)
         self.overload: OverloadControl | None = None  # see `set_capacity`
         self.on_error = on_error
-        self.departures = 0  # jobs that gave back a seat so far
-        self.version = 0  # changes whenever a job comes, goes, moves or gets another rank
+        self.sharing = PrefillSharing(self.running, self.waiting)
+        self.moved: dict[Job, None] = {}  # have another place than the engine knows
+        self.next_job: Job | None = None  # when the last step was decided
+        self.was_first: Job | None = None  # that step kept a seat for it
         self._rank_only = QueueRules(_by_rank(policy), self.estimates)
         # Waiting jobs whose KV is on the device or on its way there: by rank alone, no limits.
         self.with_kv = WaitingQueue(self._rank_only)
@@ -103,7 +107,6 @@ class SchedulingCore:
             self.overload.adopt(policy)
         self._rank_only.adopt(_by_rank(policy))
         self.policy = policy
-        self.version += 1
         # Popped from the end, so that running jobs come first.
         self.outdated = [*self.waiting, *self.running]
 
@@ -141,7 +144,7 @@ class SchedulingCore:
             clock or self.lifecycle.clock, self.policy.levels, lambda: self.seating.has_limits
         )
         self.lifecycle.journal = journal
-        self.lifecycle.waits = self.waiting.waits = waits
+        self.lifecycle.waits = waits
 
     def read_hints(self, extra_args: Any, priority: Any) -> Hint:
         """See `estimates.decision.read_hints`."""
@@ -211,7 +214,6 @@ class SchedulingCore:
     ) -> None:
         """Record that a session has got its next input, which continues all that came before; the
         caller queues the job, or moves it to its new place. Without a hint its level stays."""
-        self.version += 1
         if job.state is JobState.RUNNING:  # the input was there before its turn ended
             self._leave(job)
             self.lifecycle.move(job, JobState.WAITING, "input")
@@ -241,14 +243,12 @@ class SchedulingCore:
         else:
             self.requeue(job, queue)
             return
-        self.version += 1
         if queue is self.waiting:
             wait = self.seating.wait if seconds is None else self.seating.wait_first
             wait(job)
 
     def requeue(self, job: Job, queue: WaitingQueue) -> None:
         """Queue a job again that could not be admitted in this step or was preempted."""
-        self.version += 1
         aside = queue is not self.waiting
         if aside or job.seat is not None:
             self._skip(job, lasting=aside)
@@ -270,7 +270,6 @@ class SchedulingCore:
 
     def take(self, job: Job, queue: WaitingQueue) -> None:
         """Take out the job that `queue.peek` returned. It starts or returns in the same step."""
-        self.version += 1
         if queue is self.waiting:
             self.seating.take(job)
         else:
@@ -278,7 +277,6 @@ class SchedulingCore:
 
     def predicted(self, job: Job, prediction: Prediction | None) -> None:
         """Apply a prediction, or its failure (None), and move the job to its new rank."""
-        self.version += 1
         if prediction is None or not prediction.again:
             self.levels.read(job, prediction)
         elif not self.levels.look_again(job, prediction):
@@ -289,7 +287,6 @@ class SchedulingCore:
 
     def start(self, job: Job) -> None:
         """Record that a job got a seat; its `computed` is up to date."""
-        self.version += 1
         self.seating.start(job)
         job.swapped = 0
         self.lifecycle.move(job, JobState.RUNNING)
@@ -302,7 +299,6 @@ class SchedulingCore:
 
     def rank_running(self, observe: Callable[[Job], None]) -> list[Job]:
         """Rank all running jobs anew, after `observe` has updated each; returns them."""
-        self.version += 1
         running = list(self.running)
         for job in running:
             observe(job)
@@ -310,16 +306,16 @@ class SchedulingCore:
         return running
 
     def plan_preemption(
-        self, job: Job, host: HostRoom | None = None, can_drop: bool = False
+        self, job: Job, held: int, host: HostRoom | None = None, can_drop: bool = False
     ) -> PreemptionPlan:
-        """Plan the preemption of a running job. `can_drop`: whether the caller can end requests;
-        the job's tier must allow it too."""
+        """Plan the preemption of a running job with KV of `held` tokens on the device. `can_drop`:
+        whether the caller can end it; its tier must allow that too."""
         policy, limits, dropping = self.policy, self.policy.preemption, None
         if can_drop and policy.all_tiers[job.level].drop:
             dropping = drop_seconds(job, self.estimates.output_tokens(job), self.profile)
         at_limit = job.urgent_preemptions >= limits.max_per_request
         must_end = limits.after_limit == "drop" and at_limit
-        return plan_preemption(job, self.profile, policy.retention, host, dropping, must_end)
+        return plan_preemption(job, held, self.profile, policy.retention, host, dropping, must_end)
 
     def restored(self, job: Job) -> None:
         """Record that a preempted job has restored the KV that it lost."""
@@ -329,14 +325,15 @@ class SchedulingCore:
         seconds, job.seat.restoring = waits.clock() - job.seat.restoring, None
         self.lifecycle.note(job, "restored", {"restored": round(seconds, 6)})
 
+    def is_thrashing(self, job: Job) -> bool:
+        """Whether a running job got few new tokens since its last preemption."""
+        return job.preemptions > 0 and job.generated - job.generated_before < _THRASH_TOKENS
+
     def preempt(
         self, job: Job, plan: PreemptionPlan, reason: str = "", beneficiary: Job | None = None
-    ) -> bool:
+    ) -> None:
         """Take a running job's seat, for the `beneficiary` if that is known; the caller queues it
-        again, or ends it if the plan says so. Returns whether it is thrashing: it got few new
-        tokens since its last preemption."""
-        thrashed = job.preemptions > 0 and job.generated - job.generated_before < _THRASH_TOKENS
-        self.version += 1
+        again, or ends it if the plan says so."""
         self._leave(job)
         job.preemptions += 1
         job.preemption_seconds += plan.seconds
@@ -352,26 +349,22 @@ class SchedulingCore:
         job.swapped = plan.saved
         state = JobState.SWAPPED if plan.saved else JobState.WAITING
         self.lifecycle.move(job, state, reason, plan.kind.value, beneficiary)
-        return thrashed
 
     def lose_copy(self, job: Job) -> None:
         """Record that the host copy of a waiting job's KV is lost."""
         if job.state is not JobState.SWAPPED:
             return
-        self.version += 1
         self.lifecycle.move(job, JobState.WAITING, "copy_lost")
         job.computed = job.swapped = 0
         self._rank_again(job)
 
-    def first_token(self, job: Job) -> bool:
-        """Record a job's first token; whether its rank among the running jobs may have changed."""
+    def first_token(self, job: Job) -> None:
+        """Record a job's first token."""
         self.lifecycle.first_token(job)
         boost, job.deadline_boost = job.deadline_boost, 0.0
-        if not boost or job not in self.running:
-            return False
-        self.version += 1
-        self._store_running(job)
-        return True
+        if boost and job in self.running:
+            self._store_running(job)
+            self.moved[job] = None
 
     def finish(
         self,
@@ -383,7 +376,6 @@ class SchedulingCore:
     ) -> None:
         """Record the end of a job whose `generated` is up to date, for the `beneficiary` that takes
         its place, if any. `end`: how far its length can be compared with its prediction."""
-        self.version += 1
         self.waiting.remove(job)
         self.with_kv.remove(job)
         now = self.lifecycle.clock()
@@ -396,6 +388,11 @@ class SchedulingCore:
         self.lifecycle.move(job, state, reason, beneficiary=beneficiary)
         self.estimates.learn(job, end)
 
+    def refuse(self, job: Job, refusal: Refusal) -> None:
+        """End a job without its answer."""
+        code = refusal.code.value
+        self.finish(job, AnswerEnd.ABORTED, JobState.REFUSED, code, refusal.beneficiary)
+
     def forget(self, job: Job) -> None:
         """Drop a job that has ended, if recording its end failed; no-op if it did not."""
         if job in self.running:
@@ -406,7 +403,7 @@ class SchedulingCore:
     # Steps, in the order that `step.py` says
 
     def tick(self, steps: int = 1) -> None:
-        """Advance virtual time by engine steps: one, or at most `uneventful_steps`."""
+        """Advance virtual time by engine steps: one, or at most `steps_to_timer`."""
         self.running.tick(steps)
         self.seating.kv_peak.tick(steps)
 
@@ -419,23 +416,23 @@ class SchedulingCore:
         for job in running:
             observe(job)
             self._store_running(job)
-        if self.seating.kv_peak.revise(observe):
-            self.version += 1
+        outgrown = self.seating.kv_peak.revise(observe)
+        if outgrown:
             self.waiting.changed()
-        moved = self.seating.step(now, observe)
-        for job in moved:
+        promoted = self.seating.step(now, observe)
+        for job in promoted:
             self._rank_again(job)
-        if running or waiting or moved:
-            self.version += 1
-        return [*running, *waiting]
+        changed = [*running, *waiting]
+        self.moved.update(dict.fromkeys((*changed, *outgrown, *promoted)))
+        return changed
 
-    def may_revise(self, now: float) -> bool:
+    def timer_is_due(self, now: float) -> bool:
         """Whether `revise` may do anything in the step that begins now, after its `tick`."""
         may_outlive = self.running.may_outlive or self.seating.kv_peak.may_outlive
         return bool(self.outdated) or may_outlive or self.seating.may_move(now)
 
-    def uneventful_steps(self) -> int:
-        """Coming steps that only count, unless a job comes, goes or is predicted."""
+    def steps_to_timer(self) -> int:
+        """Coming steps in which no timer is due unless a job comes, goes or is predicted."""
         if self.outdated or not self.seating.timeless:
             return 0
         return min(self.running.steps_to_outlived, self.seating.kv_peak.steps_to_outlived)
@@ -478,7 +475,8 @@ class SchedulingCore:
         if job in self.protection.held:
             self._release(job, self.lifecycle.clock())
         self.restored(job)  # as far as it came
-        self.departures += self.running.discard(job)
+        if self.running.discard(job):
+            self.sharing.departed()
         self.seating.leave(job)
 
     def _skip(self, job: Job, lasting: bool) -> None:
@@ -510,6 +508,21 @@ class SchedulingCore:
         for queue in (self.waiting, self.with_kv):
             if job in queue:
                 queue.push(job, self.rank(job))
+
+    def requests(self, level: int) -> int:
+        """Number of requests of a level, running and waiting."""
+        return self.holdings.levels[level].seats + self.lifecycle.waiting(level)
+
+    @property
+    def may_hold(self) -> bool:
+        """Whether jobs may be held for protected ones. O(levels)."""
+        return self.protection.enabled and self.has_protected and len(self.waiting) > 0
+
+    @property
+    def has_protected(self) -> bool:
+        """Whether a job that others may be held for runs or waits. O(levels)."""
+        protected = self.policy.protect.level
+        return protected is not None and any(map(self.requests, range(protected + 1)))
 
     def rank(self, job: Job) -> Rank:
         seconds = self.estimates.rank_seconds(job)

@@ -11,13 +11,15 @@ most `MOST_YIELDS` steps in a row; its wait counts as waiting (`order.aging`).
 """
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from vllm_semantic_sched.policy.config.order import Stage
-from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.view import NO_LIMITS, EngineView, PrefillLimits
+from vllm_semantic_sched.policy.order.running import RunningSet
+from vllm_semantic_sched.policy.order.waiting import WaitingQueue
+from vllm_semantic_sched.policy.orders import NO_LIMITS, PrefillLimits
+from vllm_semantic_sched.policy.snapshot import Room, Snapshot
 
 MOST_YIELDS = 16
 """Steps in a row that a prefill sits out for others; in the next one it shares with them."""
@@ -86,78 +88,110 @@ def _even_share(tokens: Sequence[int], budget: int) -> int:
 class PrefillSharing:
     """Limits the prefills of each step, and remembers for whom others sat out in vain."""
 
-    def __init__(self) -> None:
+    def __init__(self, running: RunningSet, waiting: WaitingQueue) -> None:
+        self._running = running
+        self._waiting = waiting
         self.may_sit_out = True  # whether this engine can let a running prefill sit out
         # Others sat out for these jobs in the last step, with their computed tokens then.
         self._served: list[tuple[Job, int]] = []
         # They got no token although others sat out: until a job gives back its seat, or they get
         # one after all, nobody does. With their computed tokens.
         self._in_vain: dict[Job, int] = {}
-        self._departures = 0
+        self._departed = False  # a job gave back its seat since the last step
         self._futile = False
+
+    def departed(self) -> None:
+        """A job gave back its seat."""
+        self._departed = True
 
     def achieved_nothing(self) -> None:
         """The step computed no token: no prefill sits out the next one."""
         self._futile = True
 
-    def limits(self, core: SchedulingCore, view: EngineView) -> PrefillLimits:
-        """The limits of the coming step."""
-        prefilling = view.prefilling()
-        self._look_back(core)
+    def limits(
+        self,
+        snapshot: Snapshot,
+        room: Room,
+        prefilling: Sequence[Job],
+        leaving: Collection[Job],
+        by_urgency: bool,
+    ) -> PrefillLimits:
+        """The limits of the coming step.
+
+        Args:
+            prefilling: running prefills that keep their seats; their `computed` is up to date.
+            leaving: running jobs that are preempted, or decode and sit out the step.
+            by_urgency: whether the policy looks at levels.
+        """
+        self._look_back()
         futile, self._futile = self._futile, False
-        budget = view.token_budget() - view.decode_tokens()
+        decode_tokens = snapshot.tokens_per_decode * decodes_in_step(snapshot, leaving)
+        budget = snapshot.token_budget - decode_tokens
         if not prefilling or budget == float("inf"):
             return NO_LIMITS
-        may = self.may_sit_out and not futile and not view.is_paused()
-        newcomers = list(self._newcomers(core, view, prefilling)) if may else []
+        may = self.may_sit_out and not futile and not snapshot.paused
+        newcomers = []
+        if may and by_urgency:
+            newcomers = list(self._newcomers(snapshot, room, prefilling))
         going_on = [job for job in prefilling if job not in self._in_vain]
         # After running ones of the same level, as vLLM serves them.
-        queue = sorted(going_on, key=core.running.order) + newcomers
+        queue = sorted(going_on, key=self._running.order) + newcomers
         queue.sort(key=lambda job: job.effective_level)
         prefills = [Prefill(job, _tokens_left(job), may and _may_sit_out(job)) for job in queue]
         # Alone, prefills get their tokens by vLLM's list: it needs no limits to put them in order.
-        alone = not newcomers and not view.decode_tokens()
+        alone = not newcomers and not decode_tokens
         limits = NO_LIMITS if alone else share(prefills, max(0, int(budget)))
-        held = set(limits.held)
+        sit_out = set(limits.held)
         for job in prefilling:
             if job.seat is not None:
-                job.seat.yielded = job.seat.yielded + 1 if job in held else 0
-        if held:
-            going = [prefill for prefill in prefills if prefill.job not in held]
+                job.seat.yielded = job.seat.yielded + 1 if job in sit_out else 0
+        if sit_out:
+            going = [prefill for prefill in prefills if prefill.job not in sit_out]
             self._served = [(job, job.computed) for job in _with_tokens(going, limits, budget)]
         return limits
 
-    def _look_back(self, core: SchedulingCore) -> None:
-        if core.departures != self._departures:
-            self._departures = core.departures
+    def _look_back(self) -> None:
+        if self._departed:
+            self._departed = False
             self._in_vain.clear()
         if self._in_vain:  # one that goes on takes tokens of the step, and has to be counted
             in_vain = self._in_vain.items()
             self._in_vain = {job: computed for job, computed in in_vain if job.computed <= computed}
         served, self._served = self._served, []
         for job, computed in served:
-            if job.computed <= computed and (job in core.waiting or job in core.running):
+            if job.computed <= computed and (job in self._waiting or job in self._running):
                 self._in_vain[job] = job.computed
 
     def _newcomers(
-        self, core: SchedulingCore, view: EngineView, prefilling: Collection[Job]
+        self,
+        snapshot: Snapshot,
+        room: Room,
+        prefilling: Collection[Job],
     ) -> Iterator[Job]:
         """The next waiting jobs, as far as they can start and a less urgent prefill runs."""
         least_urgent = max(job.effective_level for job in prefilling)
-        seats = view.free_seats()
-        if seats <= 0 or core.waiting.peek() is None or not core.policy.uses_urgency:
+        seats = room.seats
+        if seats <= 0 or self._waiting.peek() is None:
             return
-        blocks = view.free_blocks()
-        for job in itertools.islice(core.waiting.ordered(), _NEWCOMERS):
+        blocks = room.blocks
+        for job in itertools.islice(self._waiting.ordered(), _NEWCOMERS):
             if job.effective_level >= least_urgent:
                 return
-            if job in self._in_vain or not view.is_ready(job) or view.obstacles(job):
+            if job in self._in_vain or not snapshot.is_ready(job) or snapshot.obstacles(job):
                 continue
             seats -= 1
-            blocks -= view.needed_blocks(job)
+            blocks -= snapshot.needed_blocks(job)
             if seats < 0 or blocks < 0:
                 return
             yield job
+
+
+def decodes_in_step(snapshot: Snapshot, leaving: Iterable[Job]) -> int:
+    """How many jobs decode in the coming step without these running ones."""
+    prefilling = snapshot.prefilling
+    return snapshot.decoding - sum(
+        job not in prefilling and snapshot.can_advance(job) for job in leaving
+    )
 
 
 def _with_tokens(
@@ -180,31 +214,27 @@ def _may_sit_out(job: Job) -> bool:
     return job.seat is None or job.seat.yielded < MOST_YIELDS
 
 
-def gate(core: SchedulingCore, view: EngineView) -> PrefillLimits:
-    """No prefill in the coming step (paper, Alg. 2), if the most urgent decoding job is protected
-    and all prefills, running or next, are less urgent; else no limits."""
-    stage = core.policy.stage
-    if stage.mode == "off" or not core.policy.uses_urgency:
-        return NO_LIMITS
-    prefilling, newcomer = view.prefilling(), core.waiting.peek()
+def gate(
+    stage: Stage, prefilling: Sequence[Job], newcomer: Job | None, first: Job | None
+) -> PrefillLimits:
+    """No prefill in the coming step (paper, Alg. 2), if the most urgent running job decodes and is
+    protected, and all prefills, running or next, are less urgent; else no limits.
+
+    Args:
+        prefilling: running prefills that keep their seats.
+        newcomer: the next waiting job; None if none may start.
+        first: the most urgent running job; None if none runs.
+    """
     levels = [job.effective_level for job in prefilling]
     if newcomer is not None:
         levels.append(newcomer.effective_level)
-    best = view.most_urgent_decode()
-    if not levels or best is None:
+    if not levels or first is None or first in prefilling:
         return NO_LIMITS
-    if not gates_prefills(best.effective_level, min(levels), stage):
+    if not gates_prefills(first.effective_level, min(levels), stage):
         return NO_LIMITS
-    return PrefillLimits(tuple(prefilling), gated=True, beneficiary=best)
+    return PrefillLimits(tuple(prefilling), gated=True, beneficiary=first)
 
 
 def gates_prefills(decoding_level: float, prefill_level: float, stage: Stage) -> bool:
     """Whether a decode of one effective level keeps prefills of another from a step."""
     return decoding_level <= stage.protected_level and prefill_level > decoding_level
-
-
-def prefills_protected(core: SchedulingCore, view: EngineView) -> bool:
-    """Whether the coming step is to prefill a protected job, running or next."""
-    newcomer = core.waiting.peek()
-    jobs = view.prefilling() if newcomer is None else (newcomer, *view.prefilling())
-    return any(map(core.protection.protects, jobs))

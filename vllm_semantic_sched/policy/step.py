@@ -1,311 +1,358 @@
-"""One scheduling step: every decision before the engine runs, in the order of `SchedulingStep.run`.
-Engine and simulator both call it, and differ in what answers its questions (`view.EngineView`)."""
+"""One scheduling step: every decision before the engine runs, in the order of `step`.
+
+A snapshot of the engine goes in and orders come out (`snapshot.py`, `orders.py`). The decisions
+read the snapshot, change only the state of the policy, and order once. Engine and simulator differ
+in who takes the snapshot and who carries the orders out.
+"""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import NamedTuple, TypeVar, TypeVarTuple
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 
-from vllm_semantic_sched.policy import holds, prefills
+from vllm_semantic_sched.policy import prefills
 from vllm_semantic_sched.policy.core import URGENT, SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.facts.wait import Cause
+from vllm_semantic_sched.policy.holds import choose as holds
+from vllm_semantic_sched.policy.orders import NO_LIMITS, End, Orders, PrefillLimits, Victim
 from vllm_semantic_sched.policy.overload.control import Ended
-from vllm_semantic_sched.policy.view import NO_LIMITS, EngineView, has_room
+from vllm_semantic_sched.policy.overload.refusal import DROPPED
+from vllm_semantic_sched.policy.preemption import Plans
+from vllm_semantic_sched.policy.retention import PreemptionKind
+from vllm_semantic_sched.policy.snapshot import Room, Snapshot
+
+# Seconds of text, at a tier's `pace`, that an answer must be ahead of its reader to need no
+# protection.
+_READING_BUFFER = 2.0
+
+Guard = Callable[[str], AbstractContextManager[object]]
+"""Guards a block against exceptions, by what it is doing; whatever it skips, the rest goes on."""
 
 
-class StepOutcome(NamedTuple):
-    """What the engine and the next steps need to know of a step. Versions are the core's."""
-
-    begun: int  # version when it began
-    quiet: int | None = None  # at which nothing was left to decide about seats, holds, prefills
-    repeated: int | None = None  # at which it was found to repeat itself
-    # It is to prefill a protected job, running or next: the engine must not put prefills off.
-    protected_prefill: bool = False
-
-
-_Args = TypeVarTuple("_Args")
-_T = TypeVar("_T")
-
-
-class SchedulingStep:
-    """The sequence of a step over one engine."""
-
-    def __init__(self, core: SchedulingCore) -> None:
-        self._core = core
-        self.last = StepOutcome(begun=-1)  # of the last step
-        self.sharing = prefills.PrefillSharing()
-        self._next: Job | None = None  # when the step was decided
-        self._was_first: Job | None = None  # see `_keep_seats`
-        self._held: tuple[Sequence[Job], Job | None] = ((), None)  # decodes, and for whom
-        self._explained = -1  # version of the core
-
-    def run(self, view: EngineView) -> StepOutcome:
-        """Take every decision before a step; the engine then runs it. An error skips only the call
-        that it comes from."""
-        core, guarded = self._core, self._guarded
-        begun = core.version
-        # The previous step is over: whatever is stored from here on is stored at the present time.
-        guarded("advancing virtual time", core.tick)
-        # Everything after uses the level and the length that are known now.
-        guarded("applying predictions", self._apply_predictions, view)
-        # Outlived estimates, promotions by waiting, some more jobs ranked by a new policy. Jobs
-        # that changed are judged again by the limits of their tier.
-        guarded("revising estimates", self._revise_estimates, view)
-        # Before room is made: no running request is preempted for one that ends in this step.
-        guarded("ending what waited too long", self._end_overdue, view)
-        # What outgrew a hard reservation or its tenant's cap is free when room is made.
-        guarded("keeping reservations", self._keep_reservations, view)
-        idle = guarded("looking for decisions", self._has_nothing_to_decide, view)
-        decided_at = core.version
-        # Running requests are preempted for more urgent waiting ones (`policy.eviction.victims`).
-        guarded("making room for urgent requests", self._make_room, view, idle)
-        # Those that were just preempted need no hold.
-        watching = guarded("holding less urgent requests", self._hold, view)
-        # Last, because it depends on who runs and who is next.
-        quiet = bool(idle) and core.version == decided_at and not watching
-        protected = guarded("limiting prefills", self._limit_prefills, view, quiet)
-        self.last = StepOutcome(
-            begun, decided_at if quiet else None, self.last.repeated, bool(protected)
-        )
-        return self.last
-
-    def arrived(
-        self, view: EngineView, job: Job, dedup_key: str | None = None, origin: str = ""
-    ) -> None:
-        """Admit or refuse a newly queued job, between two steps; others may end because of it.
-        `dedup_key`, `origin`: see `policy.overload.dedup`."""
-        overload = self._core.overload
-        if overload is not None:
-            seats = partial(_seats_open, view)
-            _end(view, overload.admit(job, job.arrival, seats, dedup_key, origin))
-
-    def first_token(self, view: EngineView, job: Job) -> None:
-        """Record a job's first token after a step, and move the job if its rank changed."""
-        if self._core.first_token(job):
-            view.reposition([job])
-
-    def achieved_nothing(self) -> None:
-        """The step computed no token although jobs sat out: nobody does in the next one."""
-        self._core.protection.achieved_nothing()
-        self.sharing.achieved_nothing()
-
-    def tokens_left(self, view: EngineView) -> None:
-        """The step was filled and has tokens left: note whether the engine did not start the next
-        job although it had room."""
-        core, newcomer = self._core, self._core.waiting.peek()
-        if newcomer is None or newcomer is not self._next or not view.reserved_blocks():
-            return
-        ready = view.is_ready(newcomer) and not view.obstacles(newcomer)
-        if ready and not view.is_paused() and has_room(newcomer, view):
-            core.eviction.passed_over = newcomer
-
-    def filled(self, view: EngineView) -> None:
-        """Record why requests wait once a step is filled, if that is logged and has changed."""
-        core, waits = self._core, self._core.lifecycle.waits
-        if waits is None or (core.version == self._explained and not waits.has_skipped):
-            return
-        waits.end_step()
-        waits.because(self._why_waiting(view))
-        self._explained = core.version
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether the last step had nothing to decide about seats, holds and prefills, nor has the
-        next one: no job has come, gone or moved since."""
-        return self._core.version == self.last.quiet
-
-    def repeats(self, view: EngineView) -> bool:
-        """Whether the coming step decides what the last one did: no job has come, gone or moved
-        since that began, no timer has expired, and none wants room. Then free blocks can only get
-        fewer and remaining times shorter: nobody starts, nobody preempts. The engine may call
-        `repeat` in place of `run` if the same prefills go on and none ended."""
-        core, last = self._core, self.last
-        unchanged = core.version == last.begun and core.overload is None
-        if not unchanged or core.may_revise(view.now()):
-            return False
-        if core.version == last.repeated:
-            return True
-        # A step without prefills could find that the engine has become quiet.
-        starts = view.free_seats() > 0 and core.waiting.peek() is not None
-        same = self.is_quiet or starts or bool(view.prefilling())
-        return same and not holds.may_hold(core) and not core.eviction.wants_room
-
-    def repeat(self, view: EngineView) -> None:
-        """Begin a step that decides what the last one did."""
-        core = self._core
-        if self.last.repeated != core.version:
-            self.last = self.last._replace(repeated=core.version)
+def step(core: SchedulingCore, snapshot: Snapshot, now: float, guard: Guard) -> Orders:
+    """Every decision before an engine step, at the time `now` of `Job.arrival`."""
+    decisions = _Step(core, snapshot, now)
+    # The previous step is over: whatever is stored from here on is stored at the present time.
+    with guard("advancing virtual time"):
         core.tick()
-        if core.protection.enabled:
-            core.protection.begin_step(view.now(), busy=True)
+    # Everything after uses the level and the length that are known now.
+    with guard("applying predictions"):
+        decisions.read_predictions(guard)
+    # Outlived estimates, promotions by waiting, some more jobs ranked by a new policy. Jobs that
+    # changed are judged again by the limits of their tier.
+    with guard("revising estimates"):
+        decisions.revise_estimates()
+    # Before room is made: no running request is preempted for one that ends in this step.
+    with guard("ending what waited too long"):
+        decisions.end_overdue()
+    # What outgrew a hard reservation or its tenant's cap is free when room is made.
+    with guard("keeping reservations"):
+        decisions.keep_reservations()
+    idle = False
+    with guard("looking for decisions"):
+        idle = decisions.nothing_to_decide()
+    if not idle:
+        # Running requests are preempted for more urgent waiting ones (`policy.preemption`).
+        with guard("making room for urgent requests"):
+            decisions.make_room()
+    # Those that were just preempted need no hold.
+    with guard("holding less urgent requests"):
+        decisions.hold()
+    # Last, because it depends on who runs and who is next.
+    with guard("limiting prefills"):
+        decisions.limit_prefills(idle)
+    orders = decisions.orders
+    orders.moved, core.moved = core.moved, {}
+    return orders
 
-    def _guarded(self, doing: str, part: Callable[[*_Args], _T], *args: *_Args) -> _T | None:
-        """The result of a part; None if it failed and errors are not raised."""
-        try:
-            return part(*args)
-        except Exception:
-            if self._core.on_error is None:
-                raise
-            self._core.on_error(doing)
-            return None
 
-    # Parts
+def repeat(core: SchedulingCore, now: float) -> None:
+    """Begin a step that orders nothing, as the last one did, because no job has come, gone or moved
+    since, and no timer is due."""
+    core.tick()
+    if core.protection.enabled:
+        core.protection.begin_step(now, busy=len(core.running) > 0)
 
-    def _apply_predictions(self, view: EngineView) -> None:
+
+def arrived(
+    core: SchedulingCore,
+    snapshot: Snapshot,
+    job: Job,
+    dedup_key: str | None = None,
+    origin: str = "",
+) -> list[End]:
+    """Admit or refuse a newly queued job, between two steps; others may end because of it.
+    `dedup_key`, `origin`: see `policy.overload.dedup`."""
+    if core.overload is None:
+        return []
+    decisions = _Step(core, snapshot, job.arrival)
+    seats = decisions.open_seats
+    decisions.end(core.overload.admit(job, job.arrival, seats, dedup_key, origin))
+    return decisions.orders.end
+
+
+def filled(core: SchedulingCore, snapshot: Snapshot, tokens_left: bool = False) -> None:
+    """Take in how the engine has filled a step. `tokens_left`: it would have taken more tokens."""
+    if (waits := core.lifecycle.waits) is not None:
+        waits.end_step()
+        waits.limit(core.waiting.limited())
+        waits.because(_why_waiting(core, snapshot))
+    if not tokens_left:
+        return
+    newcomer = core.waiting.peek()
+    if newcomer is None or newcomer is not core.next_job or not snapshot.reserved_blocks:
+        return
+    ready = snapshot.is_ready(newcomer) and not snapshot.obstacles(newcomer)
+    if ready and not snapshot.paused and Room(snapshot).holds(newcomer):
+        core.eviction.passed_over = newcomer
+
+
+def achieved_nothing(core: SchedulingCore) -> None:
+    """The step computed no token although jobs sat out: nobody does in the next one."""
+    core.protection.achieved_nothing()
+    core.sharing.achieved_nothing()
+
+
+class _Step:
+    """The parts of a step, with what they share."""
+
+    def __init__(self, core: SchedulingCore, snapshot: Snapshot, now: float) -> None:
+        self._core = core
+        self._snapshot = snapshot
+        self._now = now
+        self._room = Room(snapshot)
+        self._plans = Plans(core.plan_preemption, core.profile, snapshot)
+        self._holds = holds.Holds()
+        self._watching = False  # whether the next steps may hold some, too
+        self.orders = Orders()
+
+    def read_predictions(self, guard: Guard) -> None:
+        """Apply the predictions that have come back."""
         changed: list[Job] = []
-        for job, prediction in view.predictions():
+        for job, prediction in self._snapshot.predictions:
             # One by one: an error costs one prediction, not all that came with it.
-            self._guarded("applying a prediction", self._read, view, job, prediction, changed)
-        self._changed(view, changed)
+            with guard("applying a prediction"):
+                self._read(job, prediction)
+                changed.append(job)
+        self._judge_again(changed)
 
-    def _read(
-        self, view: EngineView, job: Job, prediction: Prediction | None, changed: list[Job]
-    ) -> None:
+    def _read(self, job: Job, prediction: Prediction | None) -> None:
+        core = self._core
         if job.state is JobState.RUNNING:
-            view.observe(job)
-        self._core.predicted(job, prediction)
-        changed.append(job)
+            self._plans.observe(job)
+        core.predicted(job, prediction)
+        core.moved[job] = None
 
-    def _revise_estimates(self, view: EngineView) -> None:
-        self._changed(view, self._core.revise(view.observe, view.now()))
+    def revise_estimates(self) -> None:
+        """Let the timers that are due do what they are for."""
+        self._judge_again(self._core.revise(self._plans.observe, self._now))
 
-    def _end_overdue(self, view: EngineView) -> None:
-        overload = self._core.overload
-        if overload is not None:
-            _end(view, overload.step(view.now(), view.kv_use()))
-
-    def _keep_reservations(self, view: EngineView) -> None:
-        while (found := self._core.eviction.over_quota_job()) is not None:
-            job, reason = found
-            if view.freeable_blocks(job) is None:
-                break
-            view.preempt(job, reason)
-
-    def _has_nothing_to_decide(self, view: EngineView) -> bool:
-        """Whether the step can only decode. Most are like that, and asking all questions in them
-        would double the time of a simulation."""
-        core = self._core
-        if core.with_kv and view.loaded():
-            return False
-        if self.is_quiet and not core.seating.metered:
-            return True
-        if view.prefilling():
-            return False
-        if not len(core.waiting):
-            return True
-        nobody_starts = view.free_seats() <= 0 or core.waiting.peek() is None
-        return nobody_starts and not core.eviction.wants_room
-
-    def _make_room(self, view: EngineView, idle: bool | None) -> None:
-        core = self._core
-        core.eviction.clearing = None
-        if idle:
-            return
-        loaded = view.loaded() if core.with_kv and not view.is_paused() else ()
-        if loaded:
-            free = view.free_seats() + len(loaded)
-            self._preempt(view, core.eviction.claim_seats(loaded, free, view))
-        head = core.waiting.peek()
-        if head is not None and len(core.with_kv) and not view.is_paused():
-            blocks = view.free_blocks() + view.coming_blocks()
-            for session in core.eviction.idle_for(head, view, blocks):
-                view.preempt(session, URGENT, head)
-        if core.eviction.wants_room and not view.is_paused():
-            # Those behind the head leave it the next seat (`_keep_seats`).
-            level = math.inf if head is None else head.effective_level
-            seats = view.free_seats() + sum(job.effective_level > level for job in loaded)
-            blocks = view.free_blocks() + view.coming_blocks()
-            prefill_tokens = view.token_budget() - len(core.running)
-            self._preempt(view, core.eviction.plan(view, seats, blocks, prefill_tokens))
-        self._keep_seats(view)
-
-    def _preempt(self, view: EngineView, victims: Mapping[Job, Job]) -> None:
-        for victim, beneficiary in victims.items():
-            view.preempt(victim, URGENT, beneficiary)
-
-    def _keep_seats(self, view: EngineView) -> None:
-        """Keep seats for jobs that are about to return, and for a more urgent newcomer."""
-        core = self._core
-        if returning := view.returning():
-            view.keep_seats_for(returning)
-        newcomer = self._next = core.waiting.peek()
-        if newcomer is None:
-            return
-        if (clearing := core.eviction.clearing) is not None:
-            view.admit_first(clearing)  # else others would take what is being freed for it
-            return
-        loaded = view.loaded() if core.with_kv else ()
-        seats = view.free_seats() + len(loaded)
-        if not loaded or not 0 < seats <= len(loaded) or newcomer is self._was_first:
-            self._was_first = None
-            return
-        needed = view.needed_blocks(newcomer)
-        if newcomer.effective_level < loaded[0].effective_level and needed <= view.free_blocks():
-            view.admit_first(newcomer)
-            self._was_first = newcomer  # once: if it does not start, those with KV go on
-
-    def _hold(self, view: EngineView) -> bool:
-        """Choose decoding jobs to hold; returns whether the next steps may hold some, too."""
-        core, now = self._core, view.now()
-        self._held = ((), None)
-        watching = holds.may_hold(core)
-        if core.protection.enabled:
-            affordable = core.protection.begin_step(now, busy=len(core.running) > 0)
-            # A paused engine waits for all that run, the most urgent ones or not.
-            if affordable and watching and not view.is_paused():
-                self._held = holds.choose(core, view)
-        if self._held[0]:
-            view.hold(self._held[0])
-        return watching
-
-    def _limit_prefills(self, view: EngineView, quiet: bool) -> bool:
-        """Bound the prefills of the step; returns whether it is to prefill a protected job."""
-        core, (held, protected) = self._core, self._held
-        limits, is_protected = NO_LIMITS, False
-        if not quiet:
-            limits = prefills.gate(core, view)
-            if not limits.gated:
-                limits = self.sharing.limits(core, view)
-            is_protected = holds.has_protected(core) and prefills.prefills_protected(core, view)
-        if limits is not NO_LIMITS:
-            view.limit_prefills(limits)
-        if limits.held:
-            view.hold([*held, *limits.held])
-        sit_out = dict.fromkeys(held, protected) | dict.fromkeys(limits.held, limits.beneficiary)
-        moved = core.hold(sit_out, view.now())
-        if moved:
-            view.reposition(moved)
-        return is_protected
-
-    def _why_waiting(self, view: EngineView) -> Cause:
-        if view.is_paused():
-            return Cause.PAUSED
-        if view.free_seats() <= 0:
-            return Cause.SEAT
-        if not len(self._core.waiting):
-            return Cause.STEP
-        newcomer = self._core.waiting.peek()
-        if newcomer is None:  # a limit counts for those that it concerns
-            return Cause.KV_PEAK
-        return Cause.TOKENS if has_room(newcomer, view) else Cause.KV
-
-    def _changed(self, view: EngineView, jobs: list[Job]) -> None:
-        if jobs:
-            view.reposition(jobs)
+    def _judge_again(self, jobs: Iterable[Job]) -> None:
+        """Apply the bounds of admission to jobs whose estimates have changed."""
         overload = self._core.overload
         if overload is None:
             return
         for job in jobs:
             if not job.state.is_end:
-                _end(view, overload.revised(job, view.now(), partial(_seats_open, view)))
+                self.end(overload.revised(job, self._now, self.open_seats))
+
+    def end_overdue(self) -> None:
+        """End jobs that have waited too long, or whose tier is shed."""
+        overload = self._core.overload
+        if overload is not None:
+            self.end(overload.step(self._now, self._snapshot.kv_use))
+
+    def end(self, ended: Iterable[Ended]) -> None:
+        """Order the end of jobs, as far as their clients can be told."""
+        for job, refusal in ended:
+            if not self._snapshot.can_end(job):
+                continue
+            if job.state is JobState.RUNNING:
+                self._plans.observe(job)
+                self._room.free(job)
+            self.orders.end.append(End(job, refusal))
+            self._core.refuse(job, refusal)
+
+    def open_seats(self) -> int:
+        """Seats for new requests; none while the queue is paused."""
+        return 0 if self._snapshot.paused else max(0, self._room.seats)
+
+    def keep_reservations(self) -> None:
+        """Preempt what outgrew a hard reservation, or its tenant's cap."""
+        while (over_quota := self._core.eviction.over_quota_job()) is not None:
+            job, reason = over_quota
+            if self._snapshot.freeable_blocks(job) is None:
+                break
+            self._preempt(job, reason)
+
+    def nothing_to_decide(self) -> bool:
+        """Whether the step can only decode. Most are like that, and asking all questions in them
+        would double the time of a simulation."""
+        core, snapshot = self._core, self._snapshot
+        if core.with_kv and snapshot.loaded:
+            return False
+        if snapshot.prefilling:
+            return False
+        if not len(core.waiting):
+            return True
+        nobody_starts = self._room.seats <= 0 or core.waiting.peek() is None
+        return nobody_starts and not core.eviction.wants_room
+
+    def make_room(self) -> None:
+        """Preempt running jobs for more urgent ones, and keep the seats for these."""
+        core, snapshot, room, plans = self._core, self._snapshot, self._room, self._plans
+        clearing: Job | None = None
+        if not snapshot.paused:
+            loaded = snapshot.loaded if core.with_kv else ()
+            if loaded:
+                seats = room.seats + len(loaded)
+                self._preempt_for(core.eviction.claim_seats(loaded, seats, snapshot, plans))
+            head = core.waiting.peek()
+            if head is not None and len(core.with_kv):
+                for session in core.eviction.idle_for(head, snapshot, room.blocks_in_all):
+                    self._release(session)
+            if core.eviction.wants_room:
+                # Those behind the head leave it the next seat (`_keep_seats`).
+                level = math.inf if head is None else head.effective_level
+                seats = room.seats + sum(job.effective_level > level for job in loaded)
+                prefill_tokens = snapshot.token_budget - len(core.running)
+                choice = core.eviction.choose(
+                    snapshot, plans, seats, room.blocks_in_all, prefill_tokens
+                )
+                self._preempt_for(choice.victims)
+                clearing = choice.clearing
+        self._keep_seats(clearing)
+
+    def _preempt_for(self, victims: dict[Job, Job]) -> None:
+        for victim, beneficiary in victims.items():
+            self._preempt(victim, URGENT, beneficiary)
+
+    def _preempt(self, job: Job, reason: str, beneficiary: Job | None = None) -> None:
+        core = self._core
+        plan = self._plans.carry_out(job)
+        self._room.free(job)
+        victim = Victim(job, plan, reason, beneficiary, core.is_thrashing(job))
+        self.orders.preempt.append(victim)
+        core.preempt(job, plan, reason, beneficiary)
+        core.requeue(job, core.waiting)
+        if plan.kind is PreemptionKind.DROP:
+            core.refuse(job, DROPPED)
+
+    def _release(self, session: Job) -> None:
+        self._room.free(session, seats=0)
+        self.orders.release.append(session)
+
+    def _keep_seats(self, clearing: Job | None) -> None:
+        """Keep seats for jobs that are about to return, and for a more urgent newcomer."""
+        core, snapshot, room = self._core, self._snapshot, self._room
+        self.orders.keep_seats_for = [*snapshot.returning, *self._victims_with_output_in_flight()]
+        newcomer = core.next_job = core.waiting.peek()
+        if newcomer is None:
+            return
+        if clearing is not None:
+            self.orders.first = clearing  # else others would take what is being freed for it
+            return
+        loaded = snapshot.loaded if core.with_kv else ()
+        seats = room.seats + len(loaded)
+        if not loaded or not 0 < seats <= len(loaded) or newcomer is core.was_first:
+            core.was_first = None
+            return
+        needed = snapshot.needed_blocks(newcomer)
+        if newcomer.effective_level < loaded[0].effective_level and needed <= room.blocks:
+            self.orders.first = newcomer
+            core.was_first = newcomer  # once: if it does not start, those with KV go on
+
+    def _victims_with_output_in_flight(self) -> list[Job]:
+        """They cannot be seated before it has come."""
+        jobs = []
+        for victim in self.orders.preempt:
+            progress = self._snapshot.progress(victim.job)
+            if progress.computed > progress.with_kv and not victim.job.state.is_end:
+                jobs.append(victim.job)
+        return jobs
+
+    def hold(self) -> None:
+        """Choose decoding jobs to hold."""
+        core, protection = self._core, self._core.protection
+        self._watching = core.may_hold
+        if not protection.enabled:
+            return
+        affordable = protection.begin_step(self._now, busy=len(core.running) > 0)
+        # A paused engine waits for all that run, the most urgent ones or not.
+        if not affordable or not self._watching or self._snapshot.paused:
+            return
+        newcomer = core.waiting.peek()  # none where a limit keeps all from starting
+        if newcomer is not None and self._room.holds(newcomer):
+            return
+        worth = core.seating.worth
+        self._holds = holds.choose(
+            protection,
+            core.profile,
+            worth,
+            losing=sum(each * core.requests(level) for level, each in enumerate(worth.lost)),
+            snapshot=self._snapshot,
+            running=self._running_by_urgency(),
+            is_ahead=self._is_ahead_of_reader,
+        )
+
+    def _is_ahead_of_reader(self, job: Job) -> bool:
+        """Whether the reader of an answer has text for some time, at the pace of its tier."""
+        pace = self._core.policy.all_tiers[job.level].pace
+        if pace is None or job.first_token is None:
+            return False
+        self._plans.observe(job)
+        return job.generated > pace * (self._now - job.first_token + _READING_BUFFER)
+
+    def limit_prefills(self, idle: bool) -> None:
+        """Bound the prefills of the step, and record who sits it out. `idle`: there was nothing to
+        decide so far."""
+        core, orders, (held, protected) = self._core, self.orders, self._holds
+        limits = NO_LIMITS
+        if not idle or self._watching:
+            limits = self._prefill_limits()
+        sit_out = dict.fromkeys(held, protected) | dict.fromkeys(limits.held, limits.beneficiary)
+        orders.hold, orders.prefills = list(sit_out), limits
+        moved = core.hold(sit_out, self._now)
+        core.moved.update(dict.fromkeys(moved))
+        orders.settled = idle and not self._watching and not moved
+
+    def _prefill_limits(self) -> PrefillLimits:
+        core, snapshot = self._core, self._snapshot
+        prefilling = [job for job in snapshot.prefilling if job in core.running]
+        for job in prefilling:
+            self._plans.observe(job)
+        limits, newcomer = NO_LIMITS, core.waiting.peek()
+        if core.policy.stage.mode != "off" and core.policy.uses_urgency:
+            first = next(iter(self._running_by_urgency()), None)
+            limits = prefills.gate(core.policy.stage, prefilling, newcomer, first)
+        if not limits.gated:
+            leaving = [victim.job for victim in self.orders.preempt]
+            leaving += self._holds.jobs
+            by_urgency = core.policy.uses_urgency
+            limits = core.sharing.limits(snapshot, self._room, prefilling, leaving, by_urgency)
+        if core.has_protected:
+            jobs = prefilling if newcomer is None else [newcomer, *prefilling]
+            self.orders.protected_prefill = any(map(core.protection.protects, jobs))
+        return limits
+
+    def _running_by_urgency(self) -> list[Job]:
+        """The jobs that keep their seats, most urgent first."""
+        running = self._snapshot.running
+        if not self._core.moved and self.orders.empty:
+            return list(running)
+        staying = filter(self._core.running.__contains__, running)
+        return sorted(staying, key=self._core.running.order)
 
 
-def _end(view: EngineView, ended: Iterable[Ended]) -> None:
-    for job, refusal in ended:
-        view.end(job, refusal)
-
-
-def _seats_open(view: EngineView) -> int:
-    return 0 if view.is_paused() else max(0, view.free_seats())
+def _why_waiting(core: SchedulingCore, snapshot: Snapshot) -> Cause:
+    if snapshot.paused:
+        return Cause.PAUSED
+    if snapshot.seats <= 0:
+        return Cause.SEAT
+    if not len(core.waiting):
+        return Cause.STEP
+    newcomer = core.waiting.peek()
+    if newcomer is None:  # a limit counts for those that it concerns
+        return Cause.KV_PEAK
+    return Cause.TOKENS if Room(snapshot).holds(newcomer) else Cause.KV

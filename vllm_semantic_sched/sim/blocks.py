@@ -71,6 +71,10 @@ class PrefixCache:
             self._users[block] += 1
             run.cached = place + 1
 
+    def shared(self, run: Run) -> int:
+        """How many of the blocks of a request with a seat others use as well."""
+        return sum(self._users[block] > 1 for block in run.request.blocks[: run.cached])
+
     def leave(self, run: Run) -> int:
         """A request gives back its seat; how many of its blocks others still use."""
         kept = 0

@@ -99,6 +99,14 @@ class Decoding(AddressableHeap[Run]):
             return run.blocks
         return self._pool.needed(run.job.prompt_tokens + run.offset + self._grown)
 
+    def next_blocks(self, run: Run) -> int:
+        """Blocks that a sequence needs for its next token, decoding or held."""
+        if run in self.held:
+            return self.held[run]
+        if run.offset is None or not self._phases:
+            return 0
+        return int(run in self._phases[self.tick % len(self._phases)])
+
     def outgrowing(self) -> list[Run]:
         """Sequences that need one more block for the coming step."""
         return list(self._phases[self.tick % len(self._phases)]) if self._phases else []

@@ -7,6 +7,7 @@ from fake_device import swap_config
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 
 from vllm_semantic_sched.lab.bench.standalone import BLOCK_SIZE
+from vllm_semantic_sched.policy.preemption import Plans
 
 pytestmark = pytest.mark.engine
 
@@ -39,5 +40,7 @@ def test_victim_costs_what_a_step_in_flight_computes_for_it(build) -> None:
     steps.add("x", urgency=4, prompt_tokens=90, output_tokens=9)
     scheduler.schedule()
     assert steps.requests["x"].num_in_flight_tokens == 90
-    cost = scheduler.view.preemption_seconds(scheduler.jobs["x"])
+    core = scheduler.core
+    plans = Plans(core.plan_preemption, core.profile, scheduler.snapshot())
+    cost = plans.seconds(scheduler.jobs["x"])
     assert cost == pytest.approx(scheduler.core.profile.prefill(0, 90))

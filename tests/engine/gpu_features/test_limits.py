@@ -3,6 +3,7 @@
 import pytest
 from engine_steps import EngineSteps, awaiting_grammar
 from fake_device import FakeDevice
+from orders import preempt
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_semantic_sched.engine.kv.connector import host_slots
@@ -53,7 +54,7 @@ def decode_beside_loads(build_swapping, stage: str, loads: int) -> EngineSteps:
     steps.add(*names, urgency=4, prompt_tokens=60, output_tokens=60)
     steps.run(4)
     for request in list(scheduler.running):
-        scheduler.preemptions.evict(request, "urgent")
+        preempt(scheduler, request)
     steps.run(2)
     assert len(scheduler.kv_holding_waiting) == loads
     steps.add("urgent", urgency=0, output_tokens=60)
@@ -73,7 +74,7 @@ def test_gate_leaves_the_decode_its_token_beside_loads(build_swapping, loads) ->
 def test_loads_are_not_taken_for_prefills(build_swapping, loads) -> None:
     steps = decode_beside_loads(build_swapping, "off", loads)
     for _ in range(5):
-        assert steps.scheduler.view.decode_tokens() == 1
+        assert steps.scheduler.snapshot().decoding == 1
         steps.run()
 
 

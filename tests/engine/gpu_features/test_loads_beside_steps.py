@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import pytest
 from engine_steps import EngineSteps, awaiting_grammar
 from fake_device import FakeDevice, expected
+from orders import preempt
 from remote_kv import RemoteDevice, remote_config
 
 from vllm_semantic_sched import SemanticScheduler
@@ -122,7 +123,7 @@ def test_level_0_starts_while_loads_have_all_seats(build_swapping) -> None:
     steps.add(*(f"v{number}" for number in range(8)), urgency=3, prompt_tokens=60)
     steps.run(3)
     for request in list(scheduler.running):
-        scheduler.preemptions.evict(request, "urgent")
+        preempt(scheduler, request)
     steps.run(2)
     assert len(scheduler.kv_holding_waiting) == 8
     steps.add("urgent", urgency=0, output_tokens=5)
@@ -219,7 +220,7 @@ def test_shipped_shares_keeps_its_order_through_loads(
             steps.add(f"r{count}", urgency=chance.randrange(levels), **tokens)
             count += 1
         if step % 20 == 0 and scheduler.running:
-            scheduler.preemptions.evict(chance.choice(scheduler.running), "urgent")
+            preempt(scheduler, chance.choice(scheduler.running))
         steps.run()
         assert scheduler.counters.total("policy_errors") == 0, step
     assert scheduler.counters.total("loaded_tokens") > 0

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from engine_steps import EngineSteps, image
+from orders import preempt
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.encoder_cache_manager import EncoderDecoderCacheManager
@@ -104,7 +105,7 @@ def test_request_stopped_inside_an_image_gives_the_cache_back(build, disturbance
     for step in range(60):
         if scheduler.running and 60 < request.num_computed_tokens < 140:
             if disturbance == "preempted" and not request.num_preemptions:
-                scheduler.preemptions.evict(request, "urgent")
+                preempt(scheduler, request)
             elif disturbance == "held" and step < 8:
                 hold_for_one_step(scheduler, request)
         encoded.update(run_step(scheduler).scheduled_encoder_inputs.keys())

@@ -5,6 +5,7 @@ import pytest
 from engine_steps import EngineSteps, calls_in
 
 from vllm_semantic_sched.policy.facts.wait import Cause
+from vllm_semantic_sched.policy.step import _why_waiting
 
 pytestmark = pytest.mark.engine
 
@@ -29,7 +30,7 @@ def test_cause_of_a_wait_is_not_a_seat_while_one_is_free_beside_idle_sessions(bu
     scheduler = build(max_num_seqs=8)
     steps = idle_sessions(scheduler, 4)
     steps.add("waiting", urgency=2)
-    assert scheduler.step._why_waiting(scheduler.view) is not Cause.SEAT
+    assert _why_waiting(scheduler.core, scheduler.snapshot()) is not Cause.SEAT
 
 
 def test_nobody_is_held_while_a_seat_is_free_beside_idle_sessions(build) -> None:

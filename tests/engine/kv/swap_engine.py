@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 from async_engine import schedule_asynchronously
 from failures import COPIES_MAY_FAIL, MAY_FAIL, method_of
+from orders import preempt
 
 POISON = 1.0e4
 TOKENS = 40
@@ -140,11 +141,16 @@ class SwapEngine:
             if prompts and step == 4:
                 urgent = self.params(tokens, extra_args={"urgency": 0})
                 self.engine.add_request(names[-1], self.prompts[prompts - 1], urgent)
-            running = [r for r in scheduler.running if freeable_blocks(scheduler, r) is not None]
-            if step % every == 0 and running:
+            if step % every == 0:
                 with scheduler.guard("forcing a preemption"):
-                    scheduler.preemptions.evict(chance.choice(running), "urgent")
-                forced += 1
+                    running = [
+                        request
+                        for request in scheduler.running
+                        if freeable_blocks(scheduler, request) is not None
+                    ]
+                    if running:
+                        forced += 1
+                        preempt(scheduler, chance.choice(running))
             also(step, names)
             for output in self.engine.step():
                 if output.finished:
@@ -345,7 +351,7 @@ class SwapEngine:
             while self.engine.has_unfinished_requests():
                 step += 1
                 if mode is not None and step % 6 == 0 and self.scheduler.running:
-                    self.scheduler.preemptions.evict(self.scheduler.running[0], "urgent")
+                    preempt(self.scheduler, self.scheduler.running[0])
                 for output in self.engine.step():
                     found = output.outputs[0].logprobs
             return [

@@ -142,7 +142,7 @@ OF_FULL_SEATS = {
     "scheduler.core.eviction.victims_for",
     "scheduler.core.eviction.worth_preempting",
     "scheduler.predictions.reads",
-    "scheduler.view.needed_blocks",
+    "scheduler.vllm_api.blocks_needed",
     "worker.backend.load beside",
 }
 

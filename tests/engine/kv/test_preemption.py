@@ -10,6 +10,7 @@ import pytest
 import torch
 from failures import MAY_FAIL, method_of
 from fake_device import FakeDevice, expected, swap_config
+from orders import preempt
 from vllm.config import KVTransferConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -114,7 +115,7 @@ def test_preemptions_do_not_change_answers(
         running = [r for r in scheduler.running if freeable_blocks(scheduler, r) is not None]
         # An answer has to get on between two preemptions.
         if step % (5 if asynchronous else 2) == 0 and running:
-            scheduler.preemptions.evict(chance.choice(running), "urgent")
+            preempt(scheduler, chance.choice(running))
             forced += 1
 
     device = FakeDevice(scheduler)
@@ -138,7 +139,8 @@ _FAILING = (
     "connector.ledger.loadable",
     "connector.ledger.load_finished",
     "connector.ledger.release",
-    "preemptions.plan",
+    "preemptions._report",
+    "core.plan_preemption",
     "_endings.end_deferred",
 )
 
@@ -160,7 +162,7 @@ def test_thousand_requests_survive_a_failure_of_every_guarded_method(build, monk
     def preempt(step: int) -> None:
         if step % 7 == 0 and scheduler.running:
             with scheduler.guard("preempting for waiting requests"):
-                scheduler.preemptions.evict(chance.choice(scheduler.running), "urgent")
+                preempt(scheduler, chance.choice(scheduler.running))
 
     for number in range(40):
         requests = make_requests(chance, count=25, name=f"{number}-", longest=40, urgent=5)
@@ -204,7 +206,7 @@ def test_copies_that_fail_are_computed_again(
 
     def preempt(step: int) -> None:
         if step % 6 == 0 and scheduler.running:
-            scheduler.preemptions.evict(chance.choice(scheduler.running), "urgent")
+            preempt(scheduler, chance.choice(scheduler.running))
 
     for name, share in [(name, share) for name in COPYING for share in (1.0, 0.3)]:
         method = getattr(SemanticSwapConnector, name)
@@ -242,7 +244,7 @@ def test_copies_that_a_worker_finds_wrong_are_not_used(build, caplog) -> None:
 
     def preempt(step: int) -> None:
         if step % 3 == 0 and scheduler.running:
-            scheduler.preemptions.evict(scheduler.running[-1], "urgent")
+            preempt(scheduler, scheduler.running[-1])
 
     answers = FakeDevice(scheduler).answer(requests, 0, preempt)
     assert answers == {request.request_id: expected(request) for request in requests}
@@ -262,7 +264,7 @@ def test_smallest_host_pool_of_all_workers_counts(build, caplog, said, max_stall
 
     def preempt(step: int) -> None:
         if step % 2 == 0 and scheduler.running:
-            scheduler.preemptions.evict(scheduler.running[-1], "urgent")
+            preempt(scheduler, scheduler.running[-1])
 
     requests = make_requests(random.Random(2), longest=80)
     answers = device.answer(requests, 0, preempt)
@@ -317,7 +319,7 @@ def test_cancelling_swapped_or_loading_requests_frees_everything(build, asynchro
 
     def disturb(step: int) -> None:
         if step % 4 == 0 and scheduler.running:
-            scheduler.preemptions.evict(chance.choice(scheduler.running), "urgent")
+            preempt(scheduler, chance.choice(scheduler.running))
         for where, names in (("away", ledger.saved), ("loading", ledger.loading)):
             name = next((name for name in names if name not in cancelled[where]), None)
             if name is not None and len(cancelled[where]) < 4:
@@ -348,7 +350,7 @@ def test_sliding_window_layers_are_saved_whole_or_not_at_all(build, caching, max
 
     def preempt(step: int) -> None:
         if step % 3 == 0 and scheduler.running:
-            scheduler.preemptions.evict(chance.choice(scheduler.running), "urgent")
+            preempt(scheduler, chance.choice(scheduler.running))
 
     answers = FakeDevice(scheduler, window).answer(requests, 0, preempt)
     assert answers == {request.request_id: expected(request, window) for request in requests}
@@ -367,7 +369,7 @@ def test_blocks_in_the_prefix_cache_are_not_saved(build) -> None:
 
     def preempt(step: int) -> None:
         if step == 6:
-            scheduler.preemptions.evict(scheduler.running[0], "urgent")
+            preempt(scheduler, scheduler.running[0])
 
     answers = FakeDevice(scheduler).answer(requests, 0, preempt)
     assert answers == {request.request_id: expected(request) for request in requests}
@@ -412,7 +414,7 @@ def add_and_preempt(scheduler, name: str, times: int, **fields) -> None:
         for _ in range(3):
             run_step(scheduler)
         if name in scheduler.requests:
-            scheduler.preemptions.evict(scheduler.requests[name], "urgent")
+            preempt(scheduler, scheduler.requests[name])
 
 
 def test_mistyped_pool_size_is_reported() -> None:
@@ -452,7 +454,7 @@ def test_requests_for_prompt_logprobs_are_recomputed(build) -> None:
     request.skip_reading_prefix_cache = True
     scheduler.add_request(request)
     run_step(scheduler)
-    scheduler.preemptions.evict(request, "urgent")
+    preempt(scheduler, request)
     assert scheduler.counters.total("preemptions", ("recompute", "urgent")) == 1
 
 

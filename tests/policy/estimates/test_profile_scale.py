@@ -391,10 +391,12 @@ def test_estimates_follow_the_scale_and_ranks_stay_comparable() -> None:
     shorter, longer = new_job(subject, 200), new_job(subject, 400)
     before, rank = subject.estimates.remaining(shorter), subject.rank(shorter)
     longer.computed = 300
-    plan = subject.plan_preemption(longer)
+    plan = subject.plan_preemption(longer, longer.computed)
     observe(subject, 8.0)
     assert subject.estimates.remaining(shorter) == pytest.approx(8 * before, rel=0.15)
-    assert subject.plan_preemption(longer).seconds == pytest.approx(8 * plan.seconds, rel=0.2)
+    assert subject.plan_preemption(longer, longer.computed).seconds == pytest.approx(
+        8 * plan.seconds, rel=0.2
+    )
     # Ranked late on what turned out a slow engine, the longer job still comes after.
     longer.computed = 0
     assert rank < subject.rank(longer)

@@ -1,6 +1,6 @@
 """Rank gained shortly before a promised time to first token runs out."""
 
-from jobs import FreeingView, make_job, step
+from jobs import make_job, step, victims_for
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.order import Deadlines
@@ -77,7 +77,7 @@ def core_with_slo(**slo) -> SchedulingCore:
 
 
 def victims(core: SchedulingCore, job, seats: int = 1) -> list[str]:
-    chosen = core.eviction.victims_for(job, Need(seats=seats, blocks=0), FreeingView(1))
+    chosen = victims_for(core, job, Need(seats=seats, blocks=0), freed=1)
     return [victim.request_id for victim in chosen]
 
 

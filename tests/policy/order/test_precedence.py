@@ -57,7 +57,7 @@ def test_preempted_request_that_resumes_first_passes_nobody() -> None:
     victim = arrive(core, "victim", 4)
     seat(core, victim)
     urgent = arrive(core, "urgent", 0)
-    core.preempt(victim, core.plan_preemption(victim))
+    core.preempt(victim, core.plan_preemption(victim, victim.computed))
     core.requeue(victim, core.waiting)
     core.waiting.remove(urgent)
     seat(core, victim)

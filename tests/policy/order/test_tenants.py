@@ -232,7 +232,7 @@ def test_kv_cap_of_a_tenant_holds_for_growing_requests(share, actions) -> None:
             victim, reason = found
             assert reason == "tenant_cap"
             assert sum(one.tenant == victim.tenant for one in running) > 1
-            core.preempt(victim, core.plan_preemption(victim), "tenant_cap")
+            core.preempt(victim, core.plan_preemption(victim, victim.computed), "tenant_cap")
             core.requeue(victim, core.waiting)
             running.remove(victim)
         for name in "abc":

@@ -165,7 +165,7 @@ def test_dedup_keys_are_separate_per_tenant() -> None:
 def test_preempted_requests_are_never_replaced_and_never_time_out() -> None:
     world = busy({"admission": {"queue": {"requests": 1, "timeout": 5.0}}})
     job = world.running[0]
-    world.core.preempt(job, world.core.plan_preemption(job), reason="urgent")
+    world.core.preempt(job, world.core.plan_preemption(job, job.computed), reason="urgent")
     world.core.enqueue(job, world.core.waiting)
     world.arrive(0), world.arrive(0)
     world.step(100.0)
@@ -398,7 +398,7 @@ class RandomRequests(RuleBasedStateMachine):
     def preempt(self, which) -> None:
         world = self.world
         job = world.running[which % len(world.running)]
-        world.core.preempt(job, world.core.plan_preemption(job), reason="urgent")
+        world.core.preempt(job, world.core.plan_preemption(job, job.computed), reason="urgent")
         world.core.enqueue(job, world.core.waiting)
 
     @rule()

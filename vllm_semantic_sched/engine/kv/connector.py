@@ -1,4 +1,4 @@
-"""vLLM's connector interface to KV swap. `policy.eviction.retention` decides what to save,
+"""vLLM's connector interface to KV swap. `policy.retention` decides what to save,
 `engine.kv.ledger` keeps the accounts, `engine.kv.block_copy` copies."""
 
 from collections import Counter

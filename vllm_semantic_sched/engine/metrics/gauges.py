@@ -93,7 +93,7 @@ def describe(scheduler: Any) -> dict[str, Any]:
     return {
         "seats": capacity.seats,
         "asynchronous": bool(scheduler.scheduler_config.async_scheduling),
-        "token_budget": int(scheduler.view.token_budget()),
+        "token_budget": scheduler.max_num_scheduled_tokens,
         "block_size": capacity.block_size,
         "kv_blocks": capacity.blocks,
         "prefix_caching": scheduler.kv_cache_manager.enable_caching,

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from vllm_semantic_sched.policy.eviction.retention import PreemptionKind
 from vllm_semantic_sched.policy.facts.job import PassCause
 from vllm_semantic_sched.policy.overload.refusal import Code
+from vllm_semantic_sched.policy.retention import PreemptionKind
 from vllm_semantic_sched.predict.window import REASONS
 
 

@@ -18,6 +18,7 @@ from vllm_semantic_sched.engine.requests.endings import (
 )
 from vllm_semantic_sched.engine.requests.prediction import PredictionFeed
 from vllm_semantic_sched.engine.vllm_api import Request, parameters_of
+from vllm_semantic_sched.policy import step
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import Hint
@@ -25,8 +26,7 @@ from vllm_semantic_sched.policy.facts.job import FREE_LENGTH, Job, LevelSource, 
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.order.tenants import read_tenant
 from vllm_semantic_sched.policy.overload.dedup import BadKey, read_key
-from vllm_semantic_sched.policy.step import SchedulingStep
-from vllm_semantic_sched.policy.view import EngineView
+from vllm_semantic_sched.policy.snapshot import Snapshot
 
 # Longer lists of choices are not read: it would delay the request.
 _MOST_CHOICES = 1024
@@ -114,8 +114,8 @@ class Arrivals:
         stated = stated_length(params)
         self.core.turn(job, request.num_prompt_tokens, request.max_tokens, hint, stated)
 
-    def arrived(self, arrival: Arrival, step: SchedulingStep | None, view: EngineView) -> None:
-        """A request is in the queue; it, or others because of it, may end. Without a step it is
+    def arrived(self, arrival: Arrival, snapshot: Snapshot | None) -> None:
+        """A request is in the queue; it, or others because of it, may end. Without a snapshot it is
         only counted."""
         self.counters.add("requests", arrival.job.level_source.value)
         if arrival.read_at_once:
@@ -128,13 +128,15 @@ class Arrivals:
                     *(arrival.job.request_id, problem, counter),
                 )
             self.counters.add(counter)
-        if not arrival.refusable or step is None:
+        if not arrival.refusable or snapshot is None:
             return
         refused = self.endings.refused_prompts
         if arrival.parent is not None and arrival.parent in refused:
             self.endings.refuse_prompt(arrival.job, refused[arrival.parent])
-        else:
-            step.arrived(view, arrival.job, arrival.dedup_key, arrival.origin)
+            return
+        ends = step.arrived(self.core, snapshot, arrival.job, arrival.dedup_key, arrival.origin)
+        for end in ends:
+            self.endings.refuse_prompt(end.job, end.refusal)
 
     def _read(self, request: Request, submitted: bool = False) -> Arrival:
         """Read a request by the policy in force. `submitted`: the predictor has its text."""

@@ -50,6 +50,8 @@ class PredictionFeed:
         # threads change the first, each time by one atomic call.
         self._ahead: OrderedDict[str, None] = OrderedDict()
         self._early: list[tuple[str, Prediction | None]] = []
+        # With the provisional level, if there was one; see `applied`.
+        self._drained: list[tuple[Job, Prediction | None, int | None]] = []
         self.service: PredictionService | None = None
         self.instant: InstantReader | None = None
         predictor = core.policy.predictor
@@ -168,14 +170,22 @@ class PredictionFeed:
             # A prediction from memory may come before the request.
             self._counters.observe("prediction_latency_seconds", max(0.0, now - job.arrival))
             provisional = job.level if job.level_source is LevelSource.INSTANT else None
+            self._drained.append((job, prediction, provisional))
             yield job, prediction
-            if job.level_source is LevelSource.PREDICTION:  # as the caller has applied it
-                self._counters.add("predictions", str(job.level))
-                if provisional is not None and provisional != job.level:
-                    raised = job.level < provisional
-                    self._counters.add("corrected_levels", "raised" if raised else "lowered")
-                if prediction is not None:
-                    self._look_again(job, prediction)
+
+    def applied(self) -> None:
+        """The predictions of the last `drain` have been applied: count the levels that follow from
+        them, and have long prompts read again."""
+        drained, self._drained = self._drained, []
+        for job, prediction, provisional in drained:
+            if job.level_source is not LevelSource.PREDICTION:
+                continue
+            self._counters.add("predictions", str(job.level))
+            if provisional is not None and provisional != job.level:
+                raised = job.level < provisional
+                self._counters.add("corrected_levels", "raised" if raised else "lowered")
+            if prediction is not None:
+                self._look_again(job, prediction)
 
     def _look_again(self, job: Job, prediction: Prediction) -> None:
         """Have the parts of a prompt read that its first reading did not see."""

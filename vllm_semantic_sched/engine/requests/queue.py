@@ -61,10 +61,11 @@ class SemanticRequestQueue(RequestQueue):
             self._members.move_to_end(name, last=False)
             if self._ordered:
                 try:
+                    job = self._jobs[name]
                     if (lifted := self._lifted.pop(name, None)) is not None:
                         self._core.put_back(*lifted, self._queue)
-                    else:
-                        self._core.requeue(self._jobs[name], self._queue)
+                    elif job not in self._queue:  # else the policy has ordered that it returns
+                        self._core.requeue(job, self._queue)
                 except Exception:
                     self._fall_back("queueing a request again")
 

@@ -99,6 +99,14 @@ def deferred_blocks(scheduler: Scheduler) -> int:
     )
 
 
+def frees_at_once(scheduler: Scheduler) -> bool:
+    """Whether the blocks of a request that is preempted now are free at once; else they are among
+    the `deferred_blocks`."""
+    return not scheduler.defer_block_free or (
+        scheduler.sched_step_seq <= scheduler.processed_step_seq
+    )
+
+
 def reserved_blocks(scheduler: Scheduler) -> int:
     """Blocks that vLLM sets aside for prefills under way before it loads KV beside steps."""
     if scheduler.connector is None:

@@ -10,9 +10,9 @@ from vllm_semantic_sched.lab.profiling.fit import reduce_seconds
 from vllm_semantic_sched.lab.profiling.live_engine import LiveEngine
 from vllm_semantic_sched.lab.profiling.measure import Repeats, run_repeats
 from vllm_semantic_sched.policy.config.eviction import Retention
-from vllm_semantic_sched.policy.eviction.retention import HostRoom, plan_preemption
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
+from vllm_semantic_sched.policy.retention import HostRoom, plan_preemption
 
 PROMPTS = (60, 120, 250, 500, 1000, 1900, 3800, 7600)
 GENERATED = (10, 50, 150, 400)
@@ -41,9 +41,9 @@ class Point(NamedTuple):
         `slowdown` times as slow, by the time until the next token: a prefill yields it at once, a
         load needs one more step."""
         job = Job("", 0, 0.0, self.prompt, self.generated, 0, LevelSource.DEFAULT)
-        job.computed = self.prompt + self.generated
-        room = HostRoom(block_size=1, blocks=job.computed)
-        plan = plan_preemption(job, profile.scaled(1.0, 1.0, slowdown), Retention(), room)
+        held = self.prompt + self.generated
+        room = HostRoom(block_size=1, blocks=held)
+        plan = plan_preemption(job, held, profile.scaled(1.0, 1.0, slowdown), Retention(), room)
         swap = self.swap * slowdown + profile.gamma2
         chosen = swap if plan.saved > plan.recomputed else self.recompute
         return chosen <= GOOD_CHOICE * min(swap, self.recompute)

@@ -93,13 +93,13 @@ class KvPeak:
         """Whether a job may have outlived its estimate in the next step."""
         return self._ends.may_reach(self._step + 1)
 
-    def revise(self, observe: Callable[[Job], None]) -> bool:
-        """Estimate jobs anew that have outlived their estimate; whether there was one."""
+    def revise(self, observe: Callable[[Job], None]) -> list[Job]:
+        """Estimate jobs anew that have outlived their estimate; returns them."""
         outlived = list(self._ends.pop_until(self._step, len(self._ends)))
         for job in outlived:
             observe(job)
             self.add(job)
-        return bool(outlived)
+        return outlived
 
     def _measure(self, job: Job) -> tuple[int, int]:
         """Tokens of a job less the present step, with a block to spare, and its last step."""

@@ -8,7 +8,6 @@ from operator import itemgetter
 from vllm_semantic_sched.policy.config.order import STRICT_LEVEL
 from vllm_semantic_sched.policy.facts.job import Job, PassCause, Rank
 from vllm_semantic_sched.policy.order.queues import LevelQueue, QueueRules
-from vllm_semantic_sched.policy.record.waits import WaitLedger
 
 _new_tuple = tuple.__new__
 
@@ -21,7 +20,6 @@ class WaitingQueue:
     """
 
     def __init__(self, rules: QueueRules) -> None:
-        self.waits: WaitLedger | None = None  # is told which queues a limit keeps from starting
         self._rules = rules
         self.queues = defaultdict[int, LevelQueue](lambda: LevelQueue(rules))  # by level
         self._places: dict[Job, int] = {}
@@ -129,13 +127,16 @@ class WaitingQueue:
             if job is not first:
                 yield job
 
+    def limited(self) -> Iterator[tuple[int, str | None]]:
+        """Levels and tenants that a limit keeps from starting; None: all of a level."""
+        if self._rules.has_limits:
+            for level, queue in self.queues.items():
+                for tenant in queue.limited():
+                    yield level, tenant
+
     def _choose(self) -> tuple[Job | None, bool]:
         if self._next is None:
             job, overtakes = self._choose_anew()
-            if self.waits is not None:
-                levels = self.queues.items() if self._rules.has_limits else ()
-                limited = ((at, tenant) for at, queue in levels for tenant in queue.limited())
-                self.waits.limit(limited)
             # While the next job does not fit, none starts, or small ones would pass it for ever.
             peak = self._rules.kv_peak
             fits = job is not None and (not peak.knobs.enabled or peak.admits(job))

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple
 
 from vllm_semantic_sched.policy.config.eviction import Preemption
 from vllm_semantic_sched.policy.estimates.decision import preempting_level
@@ -11,6 +11,12 @@ from vllm_semantic_sched.policy.facts.capacity import Need
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.order.running import RunningSet
 from vllm_semantic_sched.policy.order.seating import Seating
+from vllm_semantic_sched.policy.profile.formula import EngineProfile
+from vllm_semantic_sched.policy.retention import HostRoom, PreemptionPlan
+from vllm_semantic_sched.policy.snapshot import Snapshot
+
+# Plans for a running job with so many tokens of KV: see `SchedulingCore.plan_preemption`.
+MakePlan = Callable[[Job, int, HostRoom | None, bool], PreemptionPlan]
 
 _RATE = 0.1  # weight of the latest gap between two seats that came free
 _COMPARED = 64  # jobs of a level among which the cheapest victim is searched
@@ -19,37 +25,52 @@ _LOOKAHEAD = 64  # waiting jobs that a step examines to make room for them
 _PASSED = 8  # of these, jobs without the right to preempt that a step passes over
 
 
-class AdmissionView(Protocol):
-    """The engine's view of single jobs."""
+class Plans:
+    """What becomes of each victim of a step, planned once, when a decision first asks."""
+
+    def __init__(self, make: MakePlan, profile: EngineProfile, snapshot: Snapshot) -> None:
+        self._make = make
+        self._profile = profile
+        self._snapshot = snapshot
+        self._plans: dict[Job, PreemptionPlan] = {}
+        self._taken = 0  # blocks on the host, by victims of this step
 
     def observe(self, job: Job) -> None:
         """Bring a running job's `generated` and `computed` up to date."""
+        progress = self._snapshot.progress(job)
+        job.computed, job.generated = progress.computed, progress.generated
 
-    def is_ready(self, job: Job) -> bool:
-        """Whether a waiting job could be admitted if there were room."""
+    def plan(self, job: Job) -> PreemptionPlan:
+        """The plan for a running job."""
+        if (plan := self._plans.get(job)) is None:
+            plan = self._plans[job] = self._plan(job)
+        return plan
 
-    def needed_blocks(self, job: Job) -> int:
-        """KV blocks that a waiting job needs."""
+    def seconds(self, job: Job) -> float:
+        """Engine seconds that its preemption costs: what a step in flight computes for it is lost,
+        too."""
+        plan, progress = self.plan(job), self._snapshot.progress(job)
+        return plan.seconds + self._profile.prefill(progress.with_kv, progress.computed)
 
-    def freeable_blocks(self, job: Job) -> int | None:
-        """KV blocks that a running job would free; None if it cannot be preempted now."""
+    def carry_out(self, job: Job) -> PreemptionPlan:
+        """The plan for a running job that is preempted now. What it takes on the host, later plans
+        do not get."""
+        plan, progress = self.plan(job), self._snapshot.progress(job)
+        job.computed, job.generated = progress.with_kv, progress.generated
+        if plan.saved:
+            room = self._snapshot.host_room(job, plan.saved)
+            assert room is not None
+            self._taken += -(-plan.saved // room.block_size)
+            self._plans.clear()
+        return plan
 
-    def preemption_seconds(self, job: Job) -> float:
-        """Engine seconds that preempting a running job would cost."""
-
-    def coming_blocks(self) -> int:
-        """KV blocks that become free when the steps in flight have ended."""
-
-    def idle(self) -> Sequence[Job]:
-        """Sessions that hold KV while they wait for input, the least urgent first."""
-
-    def reserved_blocks(self) -> int:
-        """KV blocks that the engine sets aside for running prefills before it begins to load KV
-        for a waiting job."""
-
-    def obstacles(self, job: Job) -> Sequence[Collection[Job]]:
-        """What a waiting job lacks besides a seat and blocks: groups of running jobs, each of which
-        holds all of it, an adapter slot or room for an encoder's output. Empty: nothing."""
+    def _plan(self, job: Job) -> PreemptionPlan:
+        snapshot, progress = self._snapshot, self._snapshot.progress(job)
+        job.computed, job.generated = progress.with_kv, progress.generated
+        room = snapshot.host_room(job, progress.with_kv)
+        if room is not None and self._taken:
+            room = room._replace(blocks=max(0, room.blocks - self._taken))
+        return self._make(job, progress.with_kv, room, snapshot.can_end(job))
 
 
 def choose_victims(
@@ -120,6 +141,13 @@ def _without_spare(chosen: list[tuple[Job, int]], blocks: int, need: Need) -> li
     return [job for job, _ in kept]
 
 
+class Choice(NamedTuple):
+    """Running jobs to preempt before a step."""
+
+    victims: dict[Job, Job]  # each with the waiting job that it makes room for
+    clearing: Job | None = None  # a waiting job for which part of what it lacks comes free
+
+
 class Eviction:
     """Decides which waiting jobs may preempt, and which running ones make room for them.
 
@@ -141,7 +169,6 @@ class Eviction:
         self._unpaid: tuple[Job, int | None, bool] | None = None
         # The engine did not start it although it had room: it may need more than that.
         self.passed_over: Job | None = None
-        self.clearing: Job | None = None  # part of what it lacks was freed for it in this step
 
     def adopt(self) -> None:
         """The seating has a new policy."""
@@ -233,17 +260,16 @@ class Eviction:
 
     # The choice of victims
 
-    def plan(
-        self, view: AdmissionView, seats: int, blocks: int, prefill_tokens: float
-    ) -> dict[Job, Job]:
-        """Running jobs to preempt before a step, each with the waiting one that it makes room for.
-        Goes down the waiting queue as far as jobs can be admitted in this step, and subtracts what
-        each takes from the free `seats`, `blocks` and `prefill_tokens`: also jobs that age,
-        deadline or share put before more urgent ones, though no job is preempted for them. `blocks`
-        are those that are free now or will be after the steps in flight."""
+    def choose(
+        self, snapshot: Snapshot, plans: Plans, seats: int, blocks: int, prefill_tokens: float
+    ) -> Choice:
+        """Choose victims for waiting jobs, down the queue as far as jobs can be admitted in this
+        step. Subtracts what each takes from the free `seats`, `blocks` and `prefill_tokens`: also
+        jobs that age, deadline or share put before more urgent ones, though no job is preempted for
+        them. `blocks` are those that are free now or will be after the steps in flight."""
         seating = self._seating
         victims: dict[Job, Job] = {}
-        self.clearing = None
+        clearing: Job | None = None
         passed = 0
         for job in itertools.islice(seating.waiting.ordered(), _LOOKAHEAD):
             if prefill_tokens <= 0:
@@ -256,62 +282,64 @@ class Eviction:
                     break
             if not seating.kv_peak.admits(job):
                 break
-            if not view.is_ready(job) or not seating.tenant_caps.admits(job):
+            if not snapshot.is_ready(job) or not seating.tenant_caps.admits(job):
                 continue
-            groups = view.obstacles(job)
+            groups = snapshot.obstacles(job)
             if groups and not entitled:
                 continue
-            needed = self.needed_blocks(job, view)
+            needed = self.needed_blocks(job, snapshot)
             # What the engine lacks, or more if less urgent tiers use up their part beside a hard
             # reservation.
             missing = seating.shortage(job)
             need = Need(max(1 - seats, missing.seats), max(needed - blocks, missing.blocks))
             if groups or (entitled and not need.met):
-                chosen = self.victims_for(job, need, view, victims, groups)
+                chosen = self.victims_for(job, need, snapshot, plans, victims, groups)
                 if not chosen and not groups:
                     break
                 if not chosen:
                     continue
                 if groups and not any(set(group) <= set(chosen) for group in groups):
-                    self.clearing = job
+                    clearing = job
                 victims |= dict.fromkeys(chosen, job)
                 seats += len(chosen)
-                blocks += sum(view.freeable_blocks(victim) or 0 for victim in chosen)
+                blocks += sum(snapshot.freeable_blocks(victim) or 0 for victim in chosen)
             seats -= 1
             blocks -= needed
             prefill_tokens -= job.tokens
-        return victims
+        return Choice(victims, clearing)
 
-    def needed_blocks(self, job: Job, view: AdmissionView) -> int:
+    def needed_blocks(self, job: Job, snapshot: Snapshot) -> int:
         """KV blocks for a waiting job. For one that was passed over with room for it also those
         that the engine sets aside for running prefills: it may load KV."""
-        reserved = view.reserved_blocks() if job is self.passed_over else 0
-        return view.needed_blocks(job) + reserved
+        reserved = snapshot.reserved_blocks if job is self.passed_over else 0
+        return snapshot.needed_blocks(job) + reserved
 
-    def idle_for(self, job: Job, view: AdmissionView, blocks: int) -> list[Job]:
+    def idle_for(self, job: Job, snapshot: Snapshot, blocks: int) -> list[Job]:
         """Idle sessions, less urgent than the next waiting job, whose KV makes room for it beside
         `blocks` free ones: what they hold is no more than a cache. None if that is not enough and
         `job` may not preempt running jobs besides."""
-        if not (sessions := view.idle()):
+        if not (sessions := snapshot.idle):
             return []
-        missing = self.needed_blocks(job, view) - blocks
+        missing = self.needed_blocks(job, snapshot) - blocks
         found: list[Job] = []
         for session in sessions:
             if missing <= 0 or session.effective_level <= job.effective_level:
                 break
-            freed = view.freeable_blocks(session)
+            freed = snapshot.freeable_blocks(session)
             if freed:
                 found.append(session)
                 missing -= freed
         return found if missing <= 0 or self.worth_preempting(job) else []
 
-    def claim_seats(self, loaded: Sequence[Job], seats: int, view: AdmissionView) -> dict[Job, Job]:
+    def claim_seats(
+        self, loaded: Sequence[Job], seats: int, snapshot: Snapshot, plans: Plans
+    ) -> dict[Job, Job]:
         """Victims for jobs whose KV is complete on the device, the most urgent first: the seat that
         one of them had may be taken. `seats`: free ones."""
         victims: dict[Job, Job] = {}
         for job in loaded:
             if seats <= 0 and self.worth_preempting(job):
-                chosen = self.victims_for(job, Need(1 - seats, 0), view, victims)
+                chosen = self.victims_for(job, Need(1 - seats, 0), snapshot, plans, victims)
                 victims |= dict.fromkeys(chosen, job)
                 seats += len(chosen)
             seats -= 1
@@ -321,7 +349,8 @@ class Eviction:
         self,
         job: Job,
         need: Need,
-        view: AdmissionView,
+        snapshot: Snapshot,
+        plans: Plans,
         beside: Collection[Job] = (),
         groups: Sequence[Collection[Job]] = (),
     ) -> list[Job]:
@@ -343,16 +372,16 @@ class Eviction:
         def freeable(victim: Job) -> int | None:
             if not self._seating.policy.all_tiers[victim.level].preemptible:
                 return None
-            if not self._is_worth_a_seat(victim, view, affordable):
+            if not self._is_worth_a_seat(victim, plans, affordable):
                 self._unpaid = asked
                 return None
-            return None if victim in beside else view.freeable_blocks(victim)
+            return None if victim in beside else snapshot.freeable_blocks(victim)
 
         most = self._seating.policy.preemption.max_victims_per_step - len(beside)
         if groups:
-            victims = self._smallest(groups, job, view, freeable)[:most]
+            victims = self._smallest(groups, job, plans, freeable)[:most]
         else:
-            victims = self._choose(need, most, job, view, freeable)
+            victims = self._choose(need, most, job, plans, freeable)
         if victims:
             self._unpaid = None
         return victims
@@ -361,7 +390,7 @@ class Eviction:
         self,
         groups: Sequence[Collection[Job]],
         job: Job,
-        view: AdmissionView,
+        plans: Plans,
         freeable: Callable[[Job], int | None],
     ) -> list[Job]:
         """The smallest group all of whose jobs may be preempted."""
@@ -370,7 +399,7 @@ class Eviction:
             def among(victim: Job, group: Collection[Job] = group) -> int | None:
                 return freeable(victim) if victim in group else None
 
-            if found := self._choose(Need(len(group), 0), len(group), job, view, among):
+            if found := self._choose(Need(len(group), 0), len(group), job, plans, among):
                 return found
         return []
 
@@ -379,7 +408,7 @@ class Eviction:
         need: Need,
         most: int,
         job: Job,
-        view: AdmissionView,
+        plans: Plans,
         freeable: Callable[[Job], int | None],
     ) -> list[Job]:
         """See `choose_victims`."""
@@ -394,20 +423,20 @@ class Eviction:
             self._seating.policy.preemption,
             most,
             freeable,
-            order=self._order_of_victims(view),
+            order=self._order_of_victims(plans),
             gives_way=self._gives_way(takes_seat, longer_than, borrowed),
             among_equals=takes_seat or longer_than < math.inf,
             droppable=self._is_droppable,
         )
 
-    def _order_of_victims(self, view: AdmissionView) -> Callable[[Job], float] | None:
+    def _order_of_victims(self, plans: Plans) -> Callable[[Job], float] | None:
         """The order of victims of one level; None: by rank."""
 
         def progress(victim: Job) -> float:
-            view.observe(victim)
+            plans.observe(victim)
             return victim.generated + _PREEMPTION_TOKENS * victim.preemptions
 
-        orders = {"cost": view.preemption_seconds, "progress": progress}
+        orders = {"cost": plans.seconds, "progress": progress}
         return orders.get(self._seating.policy.preemption.victim)
 
     def _is_droppable(self, victim: Job) -> bool:
@@ -415,12 +444,12 @@ class Eviction:
         policy = self._seating.policy
         return policy.preemption.after_limit == "drop" and policy.all_tiers[victim.level].drop
 
-    def _is_worth_a_seat(self, victim: Job, view: AdmissionView, affordable: float) -> bool:
+    def _is_worth_a_seat(self, victim: Job, plans: Plans, affordable: float) -> bool:
         """Whether the preemption of a job costs at most `affordable` seconds. One that ends it
         (`after_limit`) costs nothing."""
         limit = self._seating.policy.preemption.max_per_request
         ends = victim.urgent_preemptions >= limit and self._is_droppable(victim)
-        return ends or view.preemption_seconds(victim) <= affordable
+        return ends or plans.seconds(victim) <= affordable
 
     def _gives_way(
         self, takes_seat: bool, longer_than: float, borrowed: Callable[[Job], bool] | None

@@ -64,23 +64,24 @@ class PreemptionPlan(NamedTuple):
 
 def plan_preemption(
     job: Job,
+    held: int,
     profile: EngineProfile,
     retention: Retention,
     host: HostRoom | None,
     drop_seconds: float | None = None,
     must_end: bool = False,
 ) -> PreemptionPlan:
-    """Plan the preemption of a job whose `computed` tokens have valid KV.
+    """Plan the preemption of a running job.
 
     Args:
+        held: its first tokens whose KV is on the device.
         host: None without a host pool.
         drop_seconds: cost of ending the job, which is done if all its preemptions, this one
             included, cost more; None: not allowed.
         must_end: it is ended if it may be, whatever that costs.
     """
-    held = job.computed
     on_device = min(host.on_device, held) if host else 0
-    kept_to = max(on_device, _kept_to(job, profile, retention, host))
+    kept_to = max(on_device, _kept_to(job, held, profile, retention, host))
     plan = _plan(on_device, kept_to, held, profile, retention.max_stall)
     if drop_seconds is None or retention.mode == "none":
         return plan
@@ -89,14 +90,19 @@ def plan_preemption(
     return plan
 
 
-def _kept_to(job: Job, profile: EngineProfile, retention: Retention, host: HostRoom | None) -> int:
-    held = job.computed
+def _kept_to(
+    job: Job,
+    held: int,
+    profile: EngineProfile,
+    retention: Retention,
+    host: HostRoom | None,
+) -> int:
     if host is None or retention.mode in ("recompute", "none"):
         return 0
     if retention.mode == "swap":
         return host.most(held)
     if retention.mode == "paper":
-        return _whole_blocks(_paper(job, profile), held, host)
+        return _whole_blocks(_paper(job, held, profile), held, host)
 
     def cost(kept_to: int) -> tuple[float, int]:
         plan = _plan(host.on_device, kept_to, held, profile, retention.max_stall)
@@ -134,17 +140,17 @@ def _corners(held: int, profile: EngineProfile, retention: Retention, host: Host
     return {start, most, *(end for end in inner if start <= end <= most)}
 
 
-def _paper(job: Job, profile: EngineProfile) -> float:
+def _paper(job: Job, held: int, profile: EngineProfile) -> float:
     """Tokens to keep by eq. 3 to 6, corrected. Eq. 3 is printed reversed: keeping n prompt tokens
     is right if beta n < alpha1 n^2 + alpha2 n. The minimum of eq. 5 is not eq. 6 but
     m* = m' + n + 1/2 + (gamma2 - beta) / gamma1, clipped to 0 and m'."""
-    prompt = min(job.computed, job.prompt_tokens)
+    prompt = min(held, job.prompt_tokens)
     if profile.beta_load * prompt >= profile.prefill(0, prompt):
         return 0  # KV of later tokens is useless without that of the prompt
-    decoded = job.computed - prompt
+    decoded = held - prompt
     gain = profile.gamma2 - profile.beta_load
     if profile.gamma1 == 0:
-        return job.computed if gain > 0 else prompt
+        return held if gain > 0 else prompt
     best = decoded + prompt + 0.5 + gain / profile.gamma1
     return prompt + min(max(best, 0.0), decoded)
 

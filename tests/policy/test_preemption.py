@@ -3,17 +3,17 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import FreeingView, make_job
+from jobs import make_job, victims_for
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.eviction import Preemption
 from vllm_semantic_sched.policy.core import URGENT, SchedulingCore
-from vllm_semantic_sched.policy.eviction.retention import PreemptionKind
-from vllm_semantic_sched.policy.eviction.victims import choose_victims
 from vllm_semantic_sched.policy.facts.capacity import Need
 from vllm_semantic_sched.policy.facts.job import Job, Rank
 from vllm_semantic_sched.policy.order.running import RunningSet
+from vllm_semantic_sched.policy.preemption import choose_victims
 from vllm_semantic_sched.policy.profile.formula import load_profile
+from vllm_semantic_sched.policy.retention import PreemptionKind
 
 
 def run(jobs) -> RunningSet:
@@ -90,7 +90,7 @@ def victim_of(running: list[Job], **keys) -> Job | None:
         core.start(job)
     urgent = make_job(0)
     core.requeue(urgent, core.waiting)
-    victims = core.eviction.victims_for(urgent, Need(1, 0), FreeingView(1))
+    victims = victims_for(core, urgent, Need(1, 0), freed=1)
     return victims[0] if victims else None
 
 
@@ -116,7 +116,7 @@ def test_after_its_last_preemption_a_job_is_protected_promoted_or_dropped(after)
     core = SchedulingCore(parse_policy(policy), load_profile("default"))
     job, other = make_job(2), make_job(1)
     core.start(job)
-    core.preempt(job, core.plan_preemption(job, can_drop=True), URGENT)
+    core.preempt(job, core.plan_preemption(job, job.computed, can_drop=True), URGENT)
     core.requeue(job, core.waiting)
     core.requeue(other, core.waiting)
     # Promoted, it is as urgent as the other one and came before it.
@@ -125,8 +125,13 @@ def test_after_its_last_preemption_a_job_is_protected_promoted_or_dropped(after)
     if after != "promote":
         core.waiting.remove(job)
     assert victim_of([job], **keys) is (job if after == "drop" else None)
-    kind = core.plan_preemption(job, can_drop=True).kind
+    kind = core.plan_preemption(job, job.computed, can_drop=True).kind
     assert (kind is PreemptionKind.DROP) == (after == "drop")
-    assert core.plan_preemption(job).kind is PreemptionKind.RECOMPUTE  # it cannot be told
+    assert (
+        core.plan_preemption(job, job.computed).kind is PreemptionKind.RECOMPUTE
+    )  # it cannot be told
     other_tier = make_job(1, urgent_preemptions=1)
-    assert core.plan_preemption(other_tier, can_drop=True).kind is PreemptionKind.RECOMPUTE
+    assert (
+        core.plan_preemption(other_tier, other_tier.computed, can_drop=True).kind
+        is PreemptionKind.RECOMPUTE
+    )

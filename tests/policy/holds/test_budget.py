@@ -9,11 +9,11 @@ from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.order import Protect
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import Hint
-from vllm_semantic_sched.policy.eviction.retention import HostRoom
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import LevelSource
-from vllm_semantic_sched.policy.order.protection import WINDOW, Budget, Protection
+from vllm_semantic_sched.policy.holds.budget import WINDOW, Budget, Protection
 from vllm_semantic_sched.policy.profile.formula import Batch, BatchTerms, EngineProfile
+from vllm_semantic_sched.policy.retention import HostRoom
 
 PROFILE = EngineProfile(
     hardware="",
@@ -135,7 +135,7 @@ def test_core_charges_what_an_urgent_preemption_computes_again(reason, host, cha
     core.take(job, core.waiting)
     core.start(job)
     job.computed = 1000
-    core.preempt(job, core.plan_preemption(job, host), reason)
+    core.preempt(job, core.plan_preemption(job, job.computed, host), reason)
     assert core.protection.budget.recent == pytest.approx(charged)
 
 

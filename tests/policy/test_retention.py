@@ -10,15 +10,15 @@ from jobs import make_job
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.eviction import Retention
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.eviction.retention import (
+from vllm_semantic_sched.policy.facts.job import JobState
+from vllm_semantic_sched.policy.profile.cost import resume_seconds
+from vllm_semantic_sched.policy.profile.formula import EngineProfile, load_profile
+from vllm_semantic_sched.policy.retention import (
     HostRoom,
     PreemptionKind,
     plan_preemption,
     tokens_left_on_device,
 )
-from vllm_semantic_sched.policy.facts.job import JobState
-from vllm_semantic_sched.policy.profile.cost import resume_seconds
-from vllm_semantic_sched.policy.profile.formula import EngineProfile, load_profile
 
 A100 = load_profile("a100-qwen1.5-7b")
 MODES = ("optimal", "paper", "swap", "recompute", "none")
@@ -80,7 +80,7 @@ def test_optimal_matches_exhaustive_search(victim, profile, max_stall) -> None:
         + resume_seconds(host.on_device, end, held, profile, max_stall)
         for end in feasible_ends(held, host)
     )
-    plan = plan_preemption(job, profile, Retention(max_stall=max_stall), host)
+    plan = plan_preemption(job, job.computed, profile, Retention(max_stall=max_stall), host)
     assert plan.seconds == pytest.approx(best, rel=1e-9, abs=1e-12)
 
 
@@ -90,7 +90,9 @@ def test_plans_fit_the_pool_and_none_beats_optimal(victim, profile, max_stall) -
     job, host = victim
     held = job.computed
     plans = {
-        mode: plan_preemption(job, profile, Retention(mode=mode, max_stall=max_stall), host)
+        mode: plan_preemption(
+            job, job.computed, profile, Retention(mode=mode, max_stall=max_stall), host
+        )
         for mode in MODES
     }
     for mode, plan in plans.items():
@@ -112,19 +114,19 @@ def test_plans_fit_the_pool_and_none_beats_optimal(victim, profile, max_stall) -
 
 def test_without_a_host_pool_all_tokens_are_recomputed() -> None:
     for mode in MODES:
-        plan = plan_preemption(make_job(computed=500), A100, Retention(mode=mode), None)
+        plan = plan_preemption(make_job(computed=500), 500, A100, Retention(mode=mode), None)
         assert (plan.kind, plan.recomputed) == (PreemptionKind.RECOMPUTE, 500)
 
 
 def test_small_pool_keeps_the_first_tokens() -> None:
     profile = make_profile()  # copies cost a fifth of computing
-    plan = plan_preemption(make_job(computed=500), profile, Retention(), HostRoom(16, 20))
+    plan = plan_preemption(make_job(computed=500), 500, profile, Retention(), HostRoom(16, 20))
     assert (plan.kind, plan.saved, plan.recomputed) == (PreemptionKind.PARTIAL, 320, 180)
     shared = HostRoom(16, 20, on_device=160)
-    plan = plan_preemption(make_job(computed=500), profile, Retention(), shared)
+    plan = plan_preemption(make_job(computed=500), 500, profile, Retention(), shared)
     assert (plan.kind, plan.on_device, plan.saved) == (PreemptionKind.PARTIAL, 160, 320)
     window = HostRoom(16, 20, all_or_nothing=True)
-    plan = plan_preemption(make_job(computed=500), profile, Retention(), window)
+    plan = plan_preemption(make_job(computed=500), 500, profile, Retention(), window)
     assert plan.kind is PreemptionKind.RECOMPUTE
 
 
@@ -141,7 +143,7 @@ def test_paper_mode_minimises_the_cost_of_the_paper(prompt, decoded, beta, gamma
     job = make_job(prompt_tokens=max(prompt, 1), computed=prompt + decoded, generated=decoded + 1)
     prompt = min(prompt + decoded, job.prompt_tokens)
     decoded = job.computed - prompt
-    plan = plan_preemption(job, profile, Retention(mode="paper"), HostRoom(1, 10_000))
+    plan = plan_preemption(job, job.computed, profile, Retention(mode="paper"), HostRoom(1, 10_000))
     if beta * prompt >= 1e-6 * prompt**2 + 1e-3 * prompt:
         assert plan.saved == 0
         return
@@ -186,7 +188,7 @@ def test_printed_costs_of_llama_70b_on_a100(prompt, generated, swap, recompute) 
     job = make_job(prompt_tokens=prompt, generated=generated, computed=prompt + generated)
     costs = {
         mode: plan_preemption(
-            job, profile, Retention(mode=mode, max_stall=1e9), HostRoom(16, 10_000)
+            job, job.computed, profile, Retention(mode=mode, max_stall=1e9), HostRoom(16, 10_000)
         ).seconds
         for mode in ("swap", "recompute", "optimal")
     }
@@ -205,7 +207,7 @@ def preempted_core(**policy) -> tuple[SchedulingCore, object]:
 def test_rank_of_a_victim_follows_its_plan() -> None:
     core, job = preempted_core()
     before = core.estimates.remaining(job)
-    plan = core.plan_preemption(job, HostRoom(16, 10))
+    plan = core.plan_preemption(job, job.computed, HostRoom(16, 10))
     core.preempt(job, plan)
     assert (job.state, job.swapped, job.computed) == (JobState.SWAPPED, 160, 0)
     core.requeue(job, core.waiting)
@@ -223,7 +225,8 @@ def test_second_preemption_after_few_tokens_is_thrashing() -> None:
     for new_tokens in (0, 15, 16):
         job.generated += new_tokens
         job.computed = job.tokens - 1
-        thrashed.append(core.preempt(job, core.plan_preemption(job)))
+        thrashed.append(core.is_thrashing(job))
+        core.preempt(job, core.plan_preemption(job, job.computed))
         core.start(job)
     assert thrashed == [False, True, False]
 
@@ -246,7 +249,7 @@ def test_job_is_dropped_if_preemption_costs_more_than_a_retry() -> None:
         job.max_output_tokens = 11
         for _ in range(7):
             job.computed = 409
-            plan = core.plan_preemption(job, None, can_drop)
+            plan = core.plan_preemption(job, job.computed, None, can_drop)
             kinds.append(plan.kind)
             core.preempt(job, plan)
             core.start(job)

@@ -1,1 +1,0 @@
-"""Choice of victims, and plans for their KV."""

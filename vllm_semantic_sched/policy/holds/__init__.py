@@ -1,0 +1,1 @@
+"""Less urgent decoding requests that sit out steps while a protected one runs."""

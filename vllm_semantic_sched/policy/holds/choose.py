@@ -1,0 +1,59 @@
+"""Chooses the decoding jobs that sit out the coming step for protected ones (`holds.budget`). For
+prefills see `prefills`."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from vllm_semantic_sched.policy.estimates.decision import LevelWorth
+from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.holds.budget import Protection
+from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
+from vllm_semantic_sched.policy.snapshot import Snapshot
+
+
+class Holds(NamedTuple):
+    """Decoding jobs that sit out a step."""
+
+    jobs: Sequence[Job] = ()
+    beneficiary: Job | None = None  # the most urgent of those for which they do
+
+
+def choose(
+    protection: Protection,
+    profile: EngineProfile,
+    worth: LevelWorth,
+    losing: float,
+    snapshot: Snapshot,
+    running: Sequence[Job],
+    is_ahead: Callable[[Job], bool],
+) -> Holds:
+    """Choose running jobs to hold for those that are protected, if one of these gets a token in
+    this step: else the step could be empty.
+
+    Args:
+        losing: worth of a second of all requests, running and waiting.
+        running: those that keep their seats, most urgent first.
+        is_ahead: whether a decode's reader has text for some time.
+    """
+    prefilling = snapshot.prefilling
+    certain, gaining = Batch(), 0.0
+    beneficiary: Job | None = None
+    others: list[Job] = []
+    ahead: list[Job] = []  # of their readers
+    for job in running:
+        decodes, protects = job not in prefilling, protection.protects(job)
+        fast_enough = decodes and is_ahead(job)
+        if decodes and not protects and protection.yields(job):
+            (ahead if fast_enough else others).append(job)
+            continue
+        if decodes:
+            certain.add_decode(job.tokens)
+        if not fast_enough:
+            gaining += worth.gained[job.level]
+            if beneficiary is None and protects and snapshot.can_advance(job):
+                beneficiary = job
+    others += ahead  # first to be held
+    if beneficiary is None or not others:
+        return Holds()
+    held = protection.choose(certain, others, worth.gained, gaining, losing, profile)
+    return Holds(held, beneficiary)
