@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from gpu.answers import policy
-from vllm_semantic_sched.cli.comparison import serving
+from vllm_semantic_sched.cli.arguments import serving
 from vllm_semantic_sched.lab.bench.client import LoadClient, Record
 from vllm_semantic_sched.lab.bench.prompts import ANSWERS, CHAT, Lengths
 from vllm_semantic_sched.lab.bench.schedulers import end_token, parse_schedulers

@@ -23,8 +23,8 @@ import chaos
 import yaml
 from common import main
 
-from vllm_semantic_sched.cli.comparison import print_problems
 from vllm_semantic_sched.cli.console import make_console, print_table
+from vllm_semantic_sched.lab.bench.command_line import print_problems
 from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer, free_port
 
 FOLDER = Path(__file__).parents[2] / "configs" / "deploy" / "monitoring"

@@ -15,12 +15,13 @@ from typing import Any
 import yaml
 from common import capacity, main, serve, write_json
 
-from vllm_semantic_sched.cli.comparison import add_server_arguments, print_problems
-from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.cli.console import make_console
+from vllm_semantic_sched.lab.bench.command_line import add_server_arguments, print_problems
 from vllm_semantic_sched.lab.bench.engines import parallel_args
 from vllm_semantic_sched.lab.bench.results import environment
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.lab.bench.workload import WorkloadConfig, make_workload
+from vllm_semantic_sched.lab.report.tables import make_table
 from vllm_semantic_sched.operate.client import AdminClient
 from vllm_semantic_sched.policy.config.files import read_config
 

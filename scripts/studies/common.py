@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_semantic_sched.cli.arguments import Failure
-from vllm_semantic_sched.cli.comparison import make_server, serving
+from vllm_semantic_sched.cli.arguments import Failure, serving
 from vllm_semantic_sched.cli.console import print_table
 from vllm_semantic_sched.lab.bench.client import LoadClient, Progress, Record
+from vllm_semantic_sched.lab.bench.command_line import make_server
 from vllm_semantic_sched.lab.bench.metrics import duration
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.lab.bench.server import VllmServer, prefer_client

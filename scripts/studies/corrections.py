@@ -10,9 +10,10 @@ from pathlib import Path
 
 from common import main, write_json
 
-from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.cli.console import make_console
 from vllm_semantic_sched.lab.evaluation.examples import builtin_set
 from vllm_semantic_sched.lab.evaluation.metrics import mean
+from vllm_semantic_sched.lab.report.tables import make_table
 from vllm_semantic_sched.lab.training.corrections import figures, refit
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import decide_level

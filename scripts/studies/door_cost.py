@@ -23,9 +23,10 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.sampling_params import SamplingParams
 
 from vllm_semantic_sched import Middleware
-from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.cli.console import make_console
 from vllm_semantic_sched.engine.http.incoming import ServerState
 from vllm_semantic_sched.engine.http.preparation import LARGEST_BODY, GlanceRules
+from vllm_semantic_sched.lab.report.tables import make_table
 from vllm_semantic_sched.policy.config import Policy
 
 PATH = "/v1/chat/completions"

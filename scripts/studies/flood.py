@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from common import arriving_at, capacity, main, percentiles, refusal_code, serve, write_json
 
-from vllm_semantic_sched.cli.comparison import add_server_arguments, print_problems
 from vllm_semantic_sched.cli.console import make_console, print_table
+from vllm_semantic_sched.lab.bench.command_line import add_server_arguments, print_problems
 from vllm_semantic_sched.lab.bench.compare import OTHER_SEED
 from vllm_semantic_sched.lab.bench.metrics import latest_send
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec

@@ -18,8 +18,8 @@ import numpy as np
 import yaml
 from common import main, percentiles, serve, write_json
 
-from vllm_semantic_sched.cli.comparison import add_server_arguments
 from vllm_semantic_sched.cli.console import print_table
+from vllm_semantic_sched.lab.bench.command_line import add_server_arguments
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.lab.bench.workload import BenchRequest, write_context, write_message
 from vllm_semantic_sched.policy.config.files import read_config

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Literal
 import yaml
 from common import main, write_json
 
-from vllm_semantic_sched.cli import comparison
-from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.cli.console import make_console
+from vllm_semantic_sched.lab.bench import command_line
 from vllm_semantic_sched.lab.bench.client import Progress
 from vllm_semantic_sched.lab.bench.compare import compare
 from vllm_semantic_sched.lab.bench.results import environment
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.lab.bench.workload import LEVELS
+from vllm_semantic_sched.lab.report.tables import make_table
 from vllm_semantic_sched.policy.config import load_policy, parse_policy
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ def _mean(row: MixResult, group: str) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     # Bursts of up to five, as in the paper's tables; a load small enough for two cores.
-    comparison.add_plan_arguments(parser, requests=160, max_burst=5, overload=4.0)
+    command_line.add_plan_arguments(parser, requests=160, max_burst=5, overload=4.0)
     add = parser.add_argument
     add(
         "--vary",
@@ -246,7 +247,7 @@ def run(args: argparse.Namespace) -> int:
         SchedulerSpec(name, "semantic", str(_write_policy(variant, args.policy, args.output)))
         for name, variant in chosen.items()
     ]
-    plan = comparison.make_plan(args, specs, [_MIX])
+    plan = command_line.make_plan(args, specs, [_MIX])
     found = compare(plan, vars(args), Progress(not args.quiet))
     results = [(variant, found.mixes[_MIX][name]) for name, variant in chosen.items()]
     console = make_console()
@@ -255,7 +256,7 @@ def run(args: argparse.Namespace) -> int:
     draw(results, args.output / _PICTURE)
     console.print(f"figures: {args.output / _RESULTS}", soft_wrap=True)
     console.print(f"picture: {args.output / _PICTURE}", soft_wrap=True)
-    return comparison.print_problems(console, found.failures())
+    return command_line.print_problems(console, found.failures())
 
 
 if __name__ == "__main__":

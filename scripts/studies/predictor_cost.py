@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING
 from common import Target, main, missed, percentiles, print_targets, write_json
 from step_time import StepTimePlan, StepTimes, measure_step_times
 
-from vllm_semantic_sched.cli.comparison import add_nice_argument, print_problems
-from vllm_semantic_sched.cli.console import make_console, make_table, print_table
+from vllm_semantic_sched.cli.console import make_console, print_table
 from vllm_semantic_sched.lab.bench.client import Progress
+from vllm_semantic_sched.lab.bench.command_line import add_nice_argument, print_problems
 from vllm_semantic_sched.lab.bench.results import environment
 from vllm_semantic_sched.lab.bench.server import ServerConfig, prefer_client
+from vllm_semantic_sched.lab.report.tables import make_table
 from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS, TextPredictor
 
 if TYPE_CHECKING:

@@ -22,10 +22,11 @@ from typing import Any
 
 from common import main
 
-from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.cli.console import make_console
 from vllm_semantic_sched.lab.evaluation.baselines import TFIDF_LENGTHS, tfidf_baselines
 from vllm_semantic_sched.lab.evaluation.examples import Example, write_examples
 from vllm_semantic_sched.lab.evaluation.metrics import kendall_tau
+from vllm_semantic_sched.lab.report.tables import make_table
 from vllm_semantic_sched.policy.estimates.length import expected_output_tokens
 from vllm_semantic_sched.predict.model import TextPredictor
 

@@ -13,13 +13,14 @@ from pathlib import Path
 from common import main, serve, write_json
 from reproduction import PRINTED
 
-from vllm_semantic_sched.cli.comparison import add_server_arguments, print_problems
-from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.cli.console import make_console
 from vllm_semantic_sched.lab.bench.client import Record
+from vllm_semantic_sched.lab.bench.command_line import add_server_arguments, print_problems
 from vllm_semantic_sched.lab.bench.metrics import finish_order_violations, latest_send, throughput
 from vllm_semantic_sched.lab.bench.results import environment
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec
 from vllm_semantic_sched.lab.bench.workload import BenchRequest, WorkloadConfig, make_workload
+from vllm_semantic_sched.lab.report.tables import make_table
 
 SCHEDULERS = {
     "FCFS": SchedulerSpec("FCFS", "fcfs"),

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import yaml
 from common import Target, main, missed, print_targets
 
-from vllm_semantic_sched.cli import comparison
 from vllm_semantic_sched.cli.console import make_console
+from vllm_semantic_sched.lab.bench import command_line
 from vllm_semantic_sched.lab.bench.client import Progress
 from vllm_semantic_sched.lab.bench.compare import compare
 from vllm_semantic_sched.lab.bench.schedulers import SchedulerSpec, swap_arguments
@@ -138,7 +138,7 @@ def check(rows: dict[str, MixResult]) -> list[Target]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    comparison.add_plan_arguments(parser, requests=400, max_burst=50, overload=8.0)
+    command_line.add_plan_arguments(parser, requests=400, max_burst=50, overload=8.0)
     add = parser.add_argument
     add("--modes", default=_MODES, help="retention modes, comma-separated (default: %(default)s)")
     add("--mix", default="even", help="name or five weights (default: %(default)s)")
@@ -150,18 +150,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run FCFS and each mode; 1 if a request failed or a target is missed."""
     modes = [mode.strip() for mode in args.modes.split(",")]
-    plan = comparison.make_plan(args, schedulers(args, modes), [args.mix])
+    plan = command_line.make_plan(args, schedulers(args, modes), [args.mix])
     console = make_console()
     found = compare(plan, vars(args), Progress(not args.quiet))
     rows = found.mixes[args.mix]
-    comparison.print_mix(console, args.mix, rows)
+    command_line.print_mix(console, args.mix, rows)
     for line in describe(rows):
         console.print(line, soft_wrap=True)
     targets = check(rows)
     print_targets(targets)
     console.print(f"records: {plan.output / 'results.json'}", soft_wrap=True)
     problems = found.failures() + (missed(targets) if args.assert_targets else [])
-    return comparison.print_problems(console, problems)
+    return command_line.print_problems(console, problems)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from typing import NamedTuple
 import yaml
 from common import main, write_json
 
-from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.cli.console import make_console
+from vllm_semantic_sched.lab.report.tables import make_table
 from vllm_semantic_sched.policy.config.estimates import Decision, SecondLook
 from vllm_semantic_sched.policy.estimates.decision import decide_level
 from vllm_semantic_sched.policy.facts.prediction import Prediction

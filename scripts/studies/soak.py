@@ -21,8 +21,8 @@ import numpy as np
 import psutil
 from common import main, write_json
 
-from vllm_semantic_sched.cli.comparison import print_problems
 from vllm_semantic_sched.cli.console import make_console, print_table
+from vllm_semantic_sched.lab.bench.command_line import print_problems
 from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer, process_title
 from vllm_semantic_sched.operate.client import AdminClient
 

@@ -14,8 +14,8 @@ from fake_results import (
 )
 from rich.console import Console
 
-from vllm_semantic_sched.cli import comparison, emulated, main, parse
-from vllm_semantic_sched.lab.bench import overhead
+from vllm_semantic_sched.cli import emulated, main, parse
+from vllm_semantic_sched.lab.bench import command_line, overhead
 from vllm_semantic_sched.lab.bench.results import Round
 from vllm_semantic_sched.lab.bench.schedulers import NAMES, parse_schedulers
 from vllm_semantic_sched.lab.bench.usage import STEPS
@@ -36,7 +36,7 @@ def row_of(text: str, title: str) -> list[str]:
 
 def test_each_level_has_a_table_with_a_row_per_scheduler(screen):
     made = fake_comparison(WORKLOAD, dict.fromkeys(NAMES, 0.1))
-    comparison.print_mix(screen, "even", made.mixes["even"])
+    command_line.print_mix(screen, "even", made.mixes["even"])
     text = screen.file.getvalue()
     assert all(f"urgency {level}" in text for level in range(5))
     assert text.count("Semantic (text)") == 10  # rounds, totals, order, five levels, all, misread
@@ -44,13 +44,13 @@ def test_each_level_has_a_table_with_a_row_per_scheduler(screen):
 
 @pytest.mark.parametrize("gpu", [True, False])
 def test_a_real_model_on_a_cpu_is_served_in_short_steps(gpu, tmp_path, monkeypatch):
-    monkeypatch.setattr(comparison, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(command_line, "has_gpu", lambda: gpu)
     (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
     parser = argparse.ArgumentParser()
-    comparison.add_plan_arguments(parser, requests=20, max_burst=5, overload=2.0)
+    command_line.add_plan_arguments(parser, requests=20, max_burst=5, overload=2.0)
     given = ["--model", str(tmp_path), "--output", str(tmp_path), "--seats", "4096"]
     for ends in ([], ["--natural-ends"]):
-        plan = comparison.make_plan(
+        plan = command_line.make_plan(
             parser.parse_args(given + ends), parse_schedulers("fcfs", None), ["rare"]
         )
         short = ("--max-num-batched-tokens", "4096") if ends and not gpu else ()
@@ -65,7 +65,7 @@ def test_tables_fit_100_columns(screen):
     for name in names:
         for number in (1, 2):
             add_fake_round(made, workload, name, 12.34, number, usage=usage)
-    comparison.print_mix(screen, "even", made.mixes["even"])
+    command_line.print_mix(screen, "even", made.mixes["even"])
     lines = screen.file.getvalue().splitlines()
     lines = [line for line in lines if "answer lengths" not in line]
     assert any("Jain's index" in line for line in lines)
@@ -77,7 +77,7 @@ def test_rounds_are_all_shown_with_their_use(screen):
     made = fake_comparison(WORKLOAD, {})
     for number, (pace, steal) in enumerate(((0.1, 0.5), (0.3, 0.0), (0.2, 0.02)), start=1):
         add_fake_round(made, WORKLOAD, "fcfs", pace, number, usage=fake_usage(steal))
-    comparison.print_mix(screen, "even", made.mixes["even"])
+    command_line.print_mix(screen, "even", made.mixes["even"])
     lines = [line.split() for line in screen.file.getvalue().splitlines()]
     shown = [(*line[2:4], " ".join(line[11:])) for line in lines if line[:2] == ["vLLM", "FCFS"]]
     assert shown[:3] == [("1", "50.0", "noisy"), ("2", "0.0", "best p99"), ("3", "2.0", "p99")]
@@ -85,7 +85,7 @@ def test_rounds_are_all_shown_with_their_use(screen):
 
 def test_idle_engine_has_a_row_for_urgency_0(screen):
     made = fake_comparison(WORKLOAD, {"fcfs": 0.2})
-    comparison.print_mix(screen, "even", made.mixes["even"])
+    command_line.print_mix(screen, "even", made.mixes["even"])
     idle = row_of(screen.file.getvalue(), "idle engine")
     assert idle[2:5] == ["0.050", "0.050", "0.050"]
     assert "4.000" in screen.file.getvalue()  # FCFS over idle
@@ -97,7 +97,7 @@ def test_misread_requests_are_printed(screen):
     urgent = next(record for record in records if record.level == 0)
     urgent.read_level = 3
     made.add(parse_schedulers("semantic", None)[0], WORKLOAD, Round(1, records))
-    comparison.print_mix(screen, "even", made.mixes["even"])
+    command_line.print_mix(screen, "even", made.mixes["even"])
     text = screen.file.getvalue()
     assert "1 of urgency 0 read as less urgent" in text
     assert WORKLOAD.requests[urgent.index].text[:40] in text
@@ -105,8 +105,8 @@ def test_misread_requests_are_printed(screen):
 
 
 def test_problems_are_printed_and_set_the_exit_status(screen):
-    assert comparison.print_problems(screen, []) == 0
-    assert comparison.print_problems(screen, ["one thing", "another"]) == 1
+    assert command_line.print_problems(screen, []) == 0
+    assert command_line.print_problems(screen, ["one thing", "another"]) == 1
     assert screen.file.getvalue() == "one thing\nanother\n"
 
 
@@ -155,7 +155,7 @@ def test_device_has_defaults_of_its_own_for_options_that_are_not_given(prepared,
     assert prepared("--device", "h100")[0].seats == gpu.seats != 16
     assert (tmp_path / "model" / "tokenizer.model").is_file()
     args.gap = 1.0  # no need of the capacity
-    plan = comparison.make_plan(args, parse_schedulers("fcfs", None), ["rare"])
+    plan = command_line.make_plan(args, parse_schedulers("fcfs", None), ["rare"])
     server = emulated.on_device(plan, gpu, args).server
     assert server.device == {"profile": gpu.profile, **gpu.memory}
     assert "--max-model-len" in server.extra_args and server.num_blocks is None

@@ -16,8 +16,8 @@ from vllm_semantic_sched.cli.serve import (
     SCHEDULER,
     Machine,
     launch_of,
-    short_steps,
 )
+from vllm_semantic_sched.operate.vllm_options import short_steps
 
 GPU = Machine(True, cores=8, free_gib=40.0, total_gib=64.0)
 

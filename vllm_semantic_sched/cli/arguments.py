@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,6 +53,16 @@ def simulating() -> Iterator[None]:
     from vllm_semantic_sched.sim.workload import WorkloadError
 
     with failing(OSError), failing(PolicyError, WorkloadError, status=2), _naming_the_extra():
+        yield
+
+
+@contextmanager
+def serving() -> Iterator[None]:
+    """Around a command that starts servers, as its decorator or as a block: exit status 2 for bad
+    arguments, 1 for a failed run."""
+    # Without this, SIGTERM would leave a server behind that the command started.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    with failing(RuntimeError), failing(ValueError, FileNotFoundError, status=2):
         yield
 
 

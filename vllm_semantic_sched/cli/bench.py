@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from vllm_semantic_sched.cli import comparison, emulated
+from vllm_semantic_sched.cli import emulated
+from vllm_semantic_sched.cli.arguments import serving
 from vllm_semantic_sched.cli.console import make_console, print_table, save_page
-from vllm_semantic_sched.lab.bench import overhead
+from vllm_semantic_sched.lab.bench import command_line, overhead
 from vllm_semantic_sched.lab.bench.tiny_model import SIZES, make_model
 from vllm_semantic_sched.lab.bench.workload import WorkloadConfig
 from vllm_semantic_sched.lab.device.model import SHAPES, make_shape
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         name: str, run: Callable[[argparse.Namespace], int | None], text: str
     ) -> argparse.ArgumentParser:
         parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        parser.set_defaults(run=comparison.serving()(run))
+        parser.set_defaults(run=serving()(run))
         return parser
 
     text = "compare schedulers under the same load on a real vllm serve"
@@ -61,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     load = WorkloadConfig()
-    comparison.add_plan_arguments(parser, load.requests, load.max_burst, 8.0, needs_model=False)
+    command_line.add_plan_arguments(parser, load.requests, load.max_burst, 8.0, needs_model=False)
     emulated.add_argument(parser)
     add = parser.add_argument
     text = "comma-separated; also semantic-known, which is told length and urgency; KIND@POLICY "
@@ -98,15 +99,15 @@ def _run_comparison(args: argparse.Namespace) -> int:
         return _run_placements(args)
     schedulers = parse_schedulers(args.schedulers, args.policy, args.profile, args.host_gib)
     mixes = [mix.strip() for mix in args.mix.split(",")]
-    plan = replace(comparison.make_plan(args, schedulers, mixes), quick=args.quick)
+    plan = replace(command_line.make_plan(args, schedulers, mixes), quick=args.quick)
     if gpu is not None:
         plan = emulated.on_device(plan, gpu, args)
     console = make_console()
     found = compare(plan, vars(args), Progress(not args.quiet))
     for mix, rows in found.mixes.items():
         if args.detail:
-            comparison.print_mix(console, mix, rows)
-        comparison.print_summary(console, mix, rows, found.label)
+            command_line.print_mix(console, mix, rows)
+        command_line.print_summary(console, mix, rows, found.label)
     picture = plan.output / "comparison.png"
     draw_comparison(found, picture)
     written = save_page(comparison_page(found, plan.output), plan.output)
@@ -119,7 +120,7 @@ def _run_comparison(args: argparse.Namespace) -> int:
         count = sum(len(row.counted_differences) for row in found.rows())
         console.print(f"greedy outputs that differ: {count}")
         problems += [f"{count} greedy outputs differ"] if count else []
-    return comparison.print_problems(console, problems)
+    return command_line.print_problems(console, problems)
 
 
 def _run_placements(args: argparse.Namespace) -> int:
@@ -135,7 +136,7 @@ def _run_placements(args: argparse.Namespace) -> int:
     mix = args.mix.partition(",")[0]
     load = WorkloadConfig(args.requests, mix, seed=args.seed, max_output_tokens=args.max_output)
     bursts = engines.make_bursts(load, args.rounds, args.gap or 4.0)
-    server, progress = comparison.make_server(args), Progress(not args.quiet)
+    server, progress = command_line.make_server(args), Progress(not args.quiet)
     rounds = engines.compare_placements(server, scheduler, args.engines, bursts, progress)
     summary = engines.summary(rounds)
     print_table(
@@ -150,7 +151,7 @@ def _run_placements(args: argparse.Namespace) -> int:
     )
     console.print(f"rounds: {engines.write_rounds(rounds, args.output)}", soft_wrap=True)
     failed = sum(one.failed for each in rounds.values() for one in each)
-    return comparison.print_problems(console, [f"{failed} requests failed"] if failed else [])
+    return command_line.print_problems(console, [f"{failed} requests failed"] if failed else [])
 
 
 def _run_overhead(args: argparse.Namespace) -> None:

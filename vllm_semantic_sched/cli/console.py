@@ -5,12 +5,11 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from vllm_semantic_sched.lab.report.content import Page
 from vllm_semantic_sched.lab.report.page import FILE_NAME, write_page
+from vllm_semantic_sched.lab.report.tables import make_table
 from vllm_semantic_sched.policy.config.section import Section, keys_of
 
 _WIDTH = 160
@@ -19,14 +18,6 @@ _WIDTH = 160
 def make_console() -> Console:
     """A console wide enough for the tables, also where the output is a file."""
     return Console(width=max(_WIDTH, Console().width), highlight=False)
-
-
-def make_table(title: str, *columns: str, words: int = 1) -> Table:
-    """A table whose first `words` columns hold words and the others figures."""
-    table = Table(title=title, box=box.SIMPLE)
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place < words else "right")
-    return table
 
 
 def print_table(

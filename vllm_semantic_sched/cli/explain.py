@@ -18,8 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_semantic_sched.cli.arguments import failing, positive
-from vllm_semantic_sched.cli.console import make_console, make_table
+from vllm_semantic_sched.cli.console import make_console
 from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY
+from vllm_semantic_sched.lab.report.tables import make_table
 from vllm_semantic_sched.operate.explain import Explanation, InstantPart, PartRead, explain
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.profile.formula import load_profile

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import psutil
 
 from vllm_semantic_sched.cli.arguments import Failure, failing
-from vllm_semantic_sched.cli.vllm_options import given_options, take_option
 from vllm_semantic_sched.engine.startup.dry_run import why_no_connector
 from vllm_semantic_sched.engine.startup.settings import SWAP_CONNECTOR
 from vllm_semantic_sched.operate.doctor import available_memory
 from vllm_semantic_sched.operate.real_model import NoRealModel, make_real_model
+from vllm_semantic_sched.operate.vllm_options import given_options, short_steps, take_option
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.profile.formula import load_profile
@@ -49,9 +49,6 @@ _KV_SHARE = 0.125
 _LARGEST_KV = 4.0
 _USABLE = 0.8
 _BLOCK = 32  # tokens: vLLM's 128 leave a small KV cache few blocks to move
-# An urgent request waits for the step under way, and vLLM's 2,048 prompt tokens take seconds.
-_STEP_TOKENS_PER_CORE = 64
-_MOST_STEP_TOKENS = 2048
 
 
 AskVllm = Callable[[Sequence[str], Mapping[str, str]], str | None]
@@ -262,17 +259,6 @@ def _for_cpu(options: Sequence[str], machine: Machine) -> tuple[list[str], dict[
             # The scheduler and the HTTP server need a core, too.
             environment["OMP_NUM_THREADS"] = str(max(1, machine.cores - 1))
     return missing, environment
-
-
-def short_steps(options: Sequence[str], cores: int) -> list[str]:
-    """Options that make the steps of a machine without a GPU short, unless the user's say how many
-    tokens a step may have."""
-    given = given_options(options)
-    if given.keys() & {"--max-num-batched-tokens", "--no-enable-chunked-prefill"}:
-        return []
-    seats = int(given.get("--max-num-seqs") or 0)
-    tokens = min(_MOST_STEP_TOKENS, _STEP_TOKENS_PER_CORE * cores)
-    return ["--max-num-batched-tokens", str(max(seats, tokens))]  # vLLM takes no fewer than seats
 
 
 def _without_pool(host_gib: float | None, obstacle: str) -> str:

@@ -10,9 +10,10 @@ from rich.table import Table
 from tqdm import tqdm
 
 from vllm_semantic_sched.cli import arguments
-from vllm_semantic_sched.cli.console import describe_keys, make_console, make_table, save_page
+from vllm_semantic_sched.cli.console import describe_keys, make_console, save_page
 from vllm_semantic_sched.lab.report import runs
 from vllm_semantic_sched.lab.report.content import level_title, number_text
+from vllm_semantic_sched.lab.report.tables import make_table
 from vllm_semantic_sched.policy.config.files import shipped_names
 from vllm_semantic_sched.policy.overload.slo import targets
 from vllm_semantic_sched.sim.metrics import ALL, METRICS

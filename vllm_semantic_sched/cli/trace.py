@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_semantic_sched.cli.arguments import Failure, failing, positive
-from vllm_semantic_sched.cli.console import make_console, make_table, save_page
+from vllm_semantic_sched.cli.console import make_console, save_page
 from vllm_semantic_sched.lab.report.runs import trace_page
+from vllm_semantic_sched.lab.report.tables import make_table
 from vllm_semantic_sched.operate.audit import Audit
 from vllm_semantic_sched.operate.event_log import LogReader, TierSummary, logs_in
 from vllm_semantic_sched.policy.record.spans import chrome_trace

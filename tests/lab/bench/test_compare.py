@@ -20,9 +20,9 @@ from fake_results import (
 )
 from rich.console import Console
 
-from vllm_semantic_sched.cli.comparison import print_summary
 from vllm_semantic_sched.lab.bench import compare as comparing
 from vllm_semantic_sched.lab.bench.client import LoadClient, Progress, Record
+from vllm_semantic_sched.lab.bench.command_line import print_summary
 from vllm_semantic_sched.lab.bench.compare import RunPlan, compare, idle_sample
 from vllm_semantic_sched.lab.bench.device_use import LABEL
 from vllm_semantic_sched.lab.bench.metrics import Difference

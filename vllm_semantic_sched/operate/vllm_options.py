@@ -14,6 +14,9 @@ _LONG_NAMES = {
     "-dp": "--data-parallel-size",
     "-pp": "--pipeline-parallel-size",
 }
+# An urgent request waits for the step under way, and vLLM's 2,048 prompt tokens take seconds.
+_STEP_TOKENS_PER_CORE = 64
+_MOST_STEP_TOKENS = 2048
 
 
 def given_options(options: Sequence[str]) -> dict[str, str]:
@@ -45,6 +48,17 @@ def take_option(options: list[str], name: str) -> str | None:
         else:
             at += 1
     return value
+
+
+def short_steps(options: Sequence[str], cores: int) -> list[str]:
+    """Options that make the steps of a machine without a GPU short, unless the user's say how many
+    tokens a step may have."""
+    given = given_options(options)
+    if given.keys() & {"--max-num-batched-tokens", "--no-enable-chunked-prefill"}:
+        return []
+    seats = int(given.get("--max-num-seqs") or 0)
+    tokens = min(_MOST_STEP_TOKENS, _STEP_TOKENS_PER_CORE * cores)
+    return ["--max-num-batched-tokens", str(max(seats, tokens))]  # vLLM takes no fewer than seats
 
 
 def _name_of(word: str) -> tuple[str, str]:

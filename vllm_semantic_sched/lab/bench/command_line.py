@@ -1,4 +1,4 @@
-"""Options, tables and exit status of commands that compare schedulers on real servers."""
+"""Options and tables of commands that compare schedulers on real servers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import argparse
 import json
 import os
 import shlex
-import signal
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,13 +14,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from vllm_semantic_sched.cli.arguments import failing
-from vllm_semantic_sched.cli.console import make_table
-from vllm_semantic_sched.cli.serve import short_steps
 from vllm_semantic_sched.lab.bench import workload
 from vllm_semantic_sched.lab.bench.prompts import PROMPTS, TRACE, longest_prompt
 from vllm_semantic_sched.lab.bench.server import ServerConfig, has_gpu
 from vllm_semantic_sched.lab.bench.workload import CONTEXT_TOKENS, MAX_PROMPT_TOKENS
+from vllm_semantic_sched.lab.report.tables import make_table
+from vllm_semantic_sched.operate.vllm_options import short_steps
 
 if TYPE_CHECKING:
     from vllm_semantic_sched.lab.bench.compare import RunPlan
@@ -165,16 +161,6 @@ def _check_model(model: Path, load: workload.WorkloadConfig) -> None:
             f"the model holds {longest} tokens, prompt and answer may need {needed}: make one with "
             "`bench make-model --size small`, or choose a shorter --max-output"
         )
-
-
-@contextmanager
-def serving() -> Iterator[None]:
-    """Around a command that starts servers, as its decorator or as a block: exit status 2 for bad
-    arguments, 1 for a failed run."""
-    # Without this, SIGTERM would leave a server behind that the command started.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    with failing(RuntimeError), failing(ValueError, FileNotFoundError, status=2):
-        yield
 
 
 def print_problems(console: Console, problems: Sequence[str]) -> int:
