@@ -146,7 +146,14 @@ class Terminal:
         command = shlex.join([sys.executable, "-c", code, *words])
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         self._tmux(
-            *("new-session", "-d", "-x", "100", "-y", "30", "-e", f"PYTHONPATH={path}"),
+            "new-session",
+            "-d",
+            "-x",
+            "100",
+            "-y",
+            "30",
+            "-e",
+            f"PYTHONPATH={path}",
             f"unset COLUMNS LINES; {command}; echo exit status $?; sleep 600",
         )
 

@@ -70,9 +70,12 @@ def serve(scheduler, seed: int, in_flight: int) -> list[tuple]:
             if sent < 80:
                 hint = rng.choice([None, 0, 2, 4])
                 priority = rng.choice([0, 0, 1])
-                size = {"prompt_tokens": rng.randint(5, 90), "output_tokens": rng.randint(1, 60)}
                 request = make_request(
-                    *(f"r{sent}", size["prompt_tokens"], size["output_tokens"], hint, priority),
+                    f"r{sent}",
+                    prompt_tokens=rng.randint(5, 90),
+                    output_tokens=rng.randint(1, 60),
+                    urgency=hint,
+                    priority=priority,
                     arrival_time=sent,  # vLLM's own priority policy looks at it
                     block_hasher=hasher,
                 )

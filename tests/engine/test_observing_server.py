@@ -20,9 +20,9 @@ def test_observe_top_whatif_and_then_order(serve, tmp_path, capsys) -> None:
     policy.write_text("observe: true\n")
     settings = {"policy": str(policy), "events": str(log)}
     server = serve(
-        *("--scheduler-cls", "vllm_semantic_sched.SemanticScheduler"),
-        *("--middleware", "vllm_semantic_sched.Middleware"),
-        *("--additional-config", json.dumps({"semantic_sched": settings})),
+        "--scheduler-cls=vllm_semantic_sched.SemanticScheduler",
+        "--middleware=vllm_semantic_sched.Middleware",
+        f"--additional-config={json.dumps({'semantic_sched': settings})}",
         seats=2,
     )
 

@@ -34,7 +34,11 @@ def test_rows_differ_in_holds_and_stage_alone(tmp_path) -> None:
 def test_row_has_the_time_per_token_of_the_urgent_and_the_first_tokens_of_the_long() -> None:
     def record(level, arrival, first, finish, tokens) -> Record:
         return Record(
-            *(0, level, "", tokens, arrival),
+            index=0,
+            level=level,
+            text_hash="",
+            wanted_tokens=tokens,
+            arrival=arrival,
             first_token=first,
             finish=finish,
             prompt_tokens=100,

@@ -100,9 +100,10 @@ def observed(serve, tmp_path_factory) -> Observed:
     (folder / "policy.yaml").write_text(POLICY % (folder / "events.jsonl"))
     settings = json.dumps({"semantic_sched": {"policy": str(folder / "policy.yaml")}})
     server = serve(
-        *("--scheduler-cls", "vllm_semantic_sched.SemanticScheduler"),
-        *("--additional-config", settings, "--middleware", "vllm_semantic_sched.Middleware"),
-        *("--api-server-count", "2"),
+        "--scheduler-cls=vllm_semantic_sched.SemanticScheduler",
+        "--middleware=vllm_semantic_sched.Middleware",
+        f"--additional-config={settings}",
+        "--api-server-count=2",
         seats=4,
     )
     observed = Observed(server, folder / "events.jsonl")

@@ -95,9 +95,16 @@ def packed(bert: BertModel) -> tuple[bytes, dict[str, numpy.ndarray]]:
     config = bert.config
     data = b"E5S1" + struct.pack(
         "<I7ifi",
-        *(1, config.hidden_size, config.num_hidden_layers, config.num_attention_heads),
-        *(config.intermediate_size, config.vocab_size, config.max_position_embeddings, 2),
-        *(1e-12, 32),
+        1,
+        config.hidden_size,
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        config.intermediate_size,
+        config.vocab_size,
+        config.max_position_embeddings,
+        2,
+        1e-12,
+        32,
     )
     blob = [one.encode() for one in TEXTS]
     offsets = numpy.cumsum([0, *map(len, blob)]).astype("<u4")
