@@ -74,7 +74,7 @@ def test_scheduler_middleware_and_a_pool_of_a_quarter_of_what_is_free() -> None:
 def test_size_of_the_pool(free, options, size) -> None:
     command, notes, _ = launch(*options, machine=GPU._replace(free_gib=free))
     if size is None:
-        assert "--kv-transfer-config" not in command and "too few" in notes[0]
+        assert "--kv-transfer-config" not in command and "KV swap disabled" in notes[0]
     else:
         connector = json.loads(value(command, "--kv-transfer-config"))
         assert connector["kv_connector_extra_config"] == {"host_gib": size}

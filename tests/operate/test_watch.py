@@ -1,4 +1,4 @@
-"""Reading a server again and again, and acting on it, against a fake HTTP server."""
+"""Polling a server, and acting on it, against a fake HTTP server."""
 
 import threading
 

@@ -284,7 +284,7 @@ def _host_pool(rest: list[str], host_gib: float | None, free_gib: float) -> tupl
     if host_gib is None:
         host_gib = round(min(_LARGEST_POOL, free_gib * _SHARE_OF_FREE) / workers, 2)
         if host_gib < _SMALLEST_POOL:
-            return 0.0, f"{free_gib:.1f} GiB of memory are free: too few to keep KV in"
+            return 0.0, f"KV swap disabled: only {free_gib:.1f} GiB of host memory are free"
     if host_gib * workers > free_gib:
         raise Failure(
             f"--host-gib {host_gib:g} for each of {workers} workers is more than the "

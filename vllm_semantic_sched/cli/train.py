@@ -2,7 +2,7 @@
 
     semsched train all --data DIR --output MODEL
         the shipped model: both heads, from the emergency visits, prompts and medical questions of
-        the data folder and from the package's own messages in 25 languages. Starts from a student
+        the data folder and from the package's own messages in 26 languages. Starts from a student
         of a multilingual encoder, which it makes first and keeps in MODEL/encoder: to train other
         heads on it, pass `--base MODEL/encoder`
     semsched train urgency --csv FILE --output MODEL

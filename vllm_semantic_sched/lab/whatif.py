@@ -244,7 +244,7 @@ def _doubts(
             f"(level {worst[0]}, {worst[1]})."
         )
         if middle > LARGEST_ERROR:
-            yield f"That is more than {LARGEST_ERROR:.0%}: trust no figure here."
+            yield f"That is more than {LARGEST_ERROR:.0%}: the results below are unreliable."
     yield (
         "Compared with vLLM on an emulated GPU, predictions for other policies were off by at most "
         "3 % for mean latency, and by at most a third for p99 TTFT "

@@ -1,4 +1,4 @@
-"""Reads a running server again and again, and carries out an operator's actions on it."""
+"""Polls a running server, and carries out an operator's actions on it."""
 
 import time
 from collections import deque

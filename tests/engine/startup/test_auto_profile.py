@@ -86,7 +86,7 @@ def test_unmeasurable_device_is_taken_for_the_nearest(
     monkeypatch.setattr(auto_profile, "measure_device", fail)
     scheduler, said = build(name, kind, memory, here)
     assert same_costs(scheduler.core.profile, profile_on(scheduler, device_named(nearest)))
-    assert sum(f"the figures of {nearest}, for want" in line for line in said) == 1
+    assert sum(f"built-in figures for {nearest} (" in line for line in said) == 1
 
 
 def test_engine_that_cannot_be_described_gets_the_default(build, monkeypatch) -> None:

@@ -187,7 +187,7 @@ async def correct(
     path = _corrections(request)
     reading = next(filter(None, await _ask(request, f"reading {id}")), None)
     if reading is None:
-        raise HTTPException(404, "no such request has ended lately, or it was not read")
+        raise HTTPException(404, "unknown request id, or no prediction was recorded for it")
     if level >= len(reading["probabilities"]):
         raise HTTPException(422, f"level: 0 to {len(reading['probabilities']) - 1}")
     made = Correction(round(time.time(), 3), corrected=level, sampled=sampled, **reading)

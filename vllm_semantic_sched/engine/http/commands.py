@@ -25,7 +25,7 @@ def run(scheduler: Any, command: str) -> Any:
     if name == "reading":  # of the request with that id
         return None if live is None else scheduler.readings.find(argument)
     if live is None:
-        raise ValueError("the server runs base: fcfs, which is fixed; restart it to change that")
+        raise ValueError("`base: fcfs` cannot change at runtime; restart the server")
     if name == "load_policy":
         live.start()
         return live.request_load()

@@ -59,7 +59,7 @@ def _lease(app: FastAPI, seconds: float | None, paused: bool = False) -> None:
 
 
 async def _end_lease(app: FastAPI) -> None:
-    logger.warning("Semantic scheduling: nobody has ended the pause in time; the server resumes")
+    logger.warning("Semantic scheduling: the pause lease expired; resuming")
     with logged("the server is still paused"):
         await app.state.engine_client.resume_generation()
         show_paused(False)

@@ -84,9 +84,7 @@ COUNTERS = {
     "cached_predictions": Metric(
         "Prompts answered from the predictions remembered of earlier ones."
     ),
-    "predictor_restarts": Metric(
-        "Times that the predictor process was started in place of one that died or got stuck."
-    ),
+    "predictor_restarts": Metric("Predictor process restarts."),
     "unread_prompts": Metric("Prompts not sent to the predictor because its queue was full."),
     "invalid_hints": Metric("Urgency hints that are not a level; served at the predicted level."),
     "forged_readings": Metric(
@@ -154,7 +152,7 @@ GAUGES = {
         "shortest promised time per token.",
         {"resource": ()},
     ),
-    "shed_tiers": Metric("Tiers whose requests are refused for the good of more urgent ones."),
+    "shed_tiers": Metric("Number of tiers being shed."),
     "queued_tokens": Metric("Predicted tokens of requests that wait for a first seat.", _TIER),
     "slo_compliance": Metric(
         "Share of requests that met what their tier is promised, over the window.", _TIER
@@ -170,7 +168,7 @@ GAUGES = {
         "How long the request that waits longest has been without a seat.", _TIER
     ),
     "fair_share_deviation": Metric(
-        "Share of the engine's time used lately less the target share, among the tiers with "
+        "Share of the engine's time used recently less the target share, among the tiers with "
         "requests waiting.",
         _TIER,
     ),
@@ -187,8 +185,7 @@ GAUGES = {
     "host_pool_fragmentation": Metric("Share of its free part outside the longest free run."),
     "host_copies": Metric("Waiting requests that have KV on the host."),
     "preparation_queue": Metric(
-        "Requests in the HTTP server that wait for less than two others to be parsed and tokenized "
-        '(engine="http").'
+        'Requests queued before parsing and tokenization in the API server (engine="http").'
     ),
     "paused": Metric('Whether an operator has paused the server (engine="http").'),
     "canary": Metric("Whether a canary is running (`semsched canary`)."),

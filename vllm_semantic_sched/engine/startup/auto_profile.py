@@ -46,4 +46,4 @@ def _find_device(config: VllmConfig, model: ModelShape, starting: bool) -> tuple
         return _measured[key], f"a benchmark of {hardware.name}"
     is_cpu = hardware.kind == "cpu"
     other = devices.device_named("cpu") if is_cpu else devices.nearest_device(hardware.memory)
-    return other, f"the figures of {other.name}, for want of any of {hardware.name}"
+    return other, f"built-in figures for {other.name} ({hardware.name} is not in devices.yaml)"

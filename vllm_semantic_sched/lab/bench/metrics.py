@@ -131,7 +131,7 @@ def duration(records: Sequence[Record]) -> float:
 
 def latest_send(records: Iterable[Record]) -> float:
     """Return the largest delay between arrival and sending of a request, in seconds. If it is
-    large, this machine was too busy to keep the open loop: trust no figure."""
+    large, this machine was too busy to keep the open loop, and no figure is reliable."""
     delays = (record.sent - record.arrival for record in records if record.sent is not None)
     return max(delays, default=0.0)
 

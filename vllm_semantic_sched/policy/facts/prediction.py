@@ -13,7 +13,7 @@ class Prediction:
     unreadable: str | None = None  # why the text could not be judged; then the others mean nothing
     # Probability of each level of the most urgent part of a long text, from the instant reader.
     part: tuple[float, ...] | None = None
-    instant: bool = False  # from the instant reader, which is seldom sure
+    instant: bool = False  # from the instant reader, which is rarely confident
     again: bool = False  # from a second look at a part of the text, which may only raise the level
 
 
