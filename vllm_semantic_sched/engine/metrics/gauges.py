@@ -126,7 +126,7 @@ def _seating(core: SchedulingCore, counters: Counters) -> Gauges:
     seating = core.seating
     counters.raise_to("promotions", seating.promotions.count)
     counters.raise_to("overtakings", seating.overtaking.count)
-    counters.raise_to("hurried_requests", seating.deadlines.count)
+    counters.raise_to("deadline_boosted_requests", seating.deadlines.count)
     counters.raise_to("capped_requests", seating.top_levels.count)
     gauges: dict[str, dict[str, float]] = {}
     if seating.fair_share.knobs.enabled:

@@ -107,7 +107,7 @@ COUNTERS = {
     "tokens_forgone": Metric("Tokens that held requests would have got in these steps."),
     "promotions": Metric("Promotions of requests by their waiting time."),
     "overtakings": Metric("Admissions of requests that only their age put before others."),
-    "hurried_requests": Metric("Requests raised because their deadline was near."),
+    "deadline_boosted_requests": Metric("Requests raised because their deadline was near."),
     "capped_requests": Metric(
         "Requests served at a lower level because their tenant had its part of the top levels."
     ),
