@@ -35,8 +35,8 @@ class Instant(Section):
     `start`: also give it its place in the waiting queue, and so a free seat. `preempt`: also take
     the seat of a running request."""
     preempt_above: float = Field(0.9, gt=0, le=1)
-    """`preempt`: the request preempts as if it had the most urgent level that it, or a more urgent
-    one, has with at least this probability; never more urgent than its provisional level."""
+    """`preempt`: the request preempts at level L only if P(level <= L) reaches this; never at a
+    level more urgent than its provisional one."""
 
     @property
     def decides_place(self) -> bool:
@@ -51,8 +51,8 @@ class SecondLook(Section):
     enabled: bool = True
     """Off: each prompt is read once."""
     certain: float = Field(0.98, gt=0.5, le=1)
-    """A part raises a request to the most urgent level that it, or a more urgent one, has with at
-    least this probability; it never lowers one."""
+    """A part raises a request to level L only if its P(level <= L) reaches this; it never lowers
+    one."""
 
 
 class Predictor(Section):
@@ -97,8 +97,8 @@ class Decision(Section):
     `least_cost`: the lowest expected cost, where a mistake costs the levels it is off, times
     `missed_cost` if the request is more urgent than decided. `most_likely`: the most probable."""
     certain: float = Field(0.73, gt=0.5, le=1.01)
-    """`thresholds`: probability from which a level is taken as it is. Messages of people mostly
-    reach it, chart notes hardly ever; above 1 the thresholds decide always."""
+    """`thresholds`: minimum probability for using the most likely level directly; above 1, always
+    use `thresholds`."""
     possible: tuple[PositiveFloat, PositiveFloat] = (0.2, 0.004)
     """`thresholds`: the predictor's probability of level 0 from which a request gets level 1 or 0,
     and that from which it never gets the last level, even if that is `certain`. Above 1: off."""
