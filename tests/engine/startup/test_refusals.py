@@ -59,9 +59,7 @@ def test_limits_that_refuse_urgent_requests_too_are_named(given, named) -> None:
     ("scheduling", "hints", "warned"),
     [("priority", "honor", True), ("priority", "vllm", False), ("fcfs", "honor", False)],
 )
-def test_priority_policy_of_vllm_is_said_to_be_replaced(
-    tmp_path, scheduling, hints, warned
-) -> None:
+def test_priority_policy_of_vllm_warns(tmp_path, scheduling, hints, warned) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text(f"predictor: {{enabled: false}}\nhints: {{priority: {hints}}}\n")
     records: list[logging.LogRecord] = []
