@@ -330,7 +330,7 @@ def test_reference_page_is_current(tmp_path) -> None:
     assert text_of(copy) == text_of(reference.PAGE), "run `python scripts/reference.py`"
 
 
-def test_file_of_policy_keys_is_current_and_sets_every_key_to_its_default() -> None:
+def test_policy_keys_file_is_current_and_sets_defaults() -> None:
     text = text_of(reference.KEYS)
     assert reference.policy_keys() == text, "run `python scripts/reference.py`"
     data = yaml.safe_load(text)

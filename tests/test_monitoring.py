@@ -53,7 +53,7 @@ def test_parser_rejects_invalid_query() -> None:
         selectors("sum by (tier (semsched:waiting_requests)")
 
 
-def test_counters_are_read_as_increases_and_legends_use_kept_labels() -> None:
+def test_panels_read_increases_and_legends_use_kept_labels() -> None:
     for title, query in QUERIES:
         for name in re.findall(r"semsched:\w+_total", query):
             increase = re.search(rf"(rate|increase)\({name}", query)

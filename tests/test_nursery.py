@@ -70,7 +70,7 @@ def start(made_up, tmp_path):
     return start
 
 
-def test_child_gets_arguments_environment_and_log_and_ends_by_itself(start, tmp_path) -> None:
+def test_child_gets_arguments_environment_and_log(start, tmp_path) -> None:
     assert start("ok", GIVEN="1").wait(60) == 0
     log = (tmp_path / "log").read_text()
     assert log == "['ok'] 1 as it was True\nends in order\n"

@@ -148,7 +148,7 @@ def prepared(tmp_path):
     return prepare
 
 
-def test_device_has_defaults_of_its_own_for_options_that_are_not_given(prepared, tmp_path):
+def test_device_defaults_fill_missing_options(prepared, tmp_path):
     args, gpu = prepared("--device", "h100", "--seats", "16", "--overload=3")
     assert (args.seats, args.overload, args.requests, args.mix) == (16, 3.0, 600, "rare")
     assert (args.prompts, args.blocks, args.profile) == ("chat", 0, gpu.profile)

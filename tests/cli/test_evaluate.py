@@ -154,7 +154,7 @@ def test_figures_of_a_known_model(small_model, table, tmp_path):
     assert set(majority) == set(median) >= LEVEL_KEYS | LENGTH_KEYS
 
 
-def test_page_has_the_tables_of_the_report_and_the_confusion_matrix(small_model, table, tmp_path):
+def test_page_has_report_tables_and_confusion_matrix(small_model, table, tmp_path):
     out = tmp_path / "out"
     assert run("--data", table, "--output", out, "--no-baselines") == 0
     report, page = report_in(out), read_page(out / "report.html")
@@ -165,9 +165,7 @@ def test_page_has_the_tables_of_the_report_and_the_confusion_matrix(small_model,
     assert confusion == [[str(count) for count in row] for row in report["confusion"]]
 
 
-def test_policy_decides_the_level_and_the_report_compares_the_most_likely_one(
-    small_model, tmp_path
-):
+def test_policy_decides_level_report_shows_most_likely(small_model, tmp_path):
     table = tmp_path / "one.csv"
     table.write_text("text,level\nhello,1\n")
     policy = tmp_path / "policy.yaml"

@@ -77,7 +77,7 @@ def test_the_shipped_model_is_explained(capsys) -> None:
 
 
 @pytest.mark.parametrize(("certain", "raises_to"), [(0.89, 0), (0.95, None)])
-def test_second_look_shows_what_it_read_and_what_raised_the_level(
+def test_second_look_shows_parts_and_what_raised_the_level(
     alarm, capsys, monkeypatch, tmp_path, certain, raises_to
 ) -> None:
     text = f"{'calm words ' * 60} big fire {'calm words ' * 60}"

@@ -81,7 +81,7 @@ def test_requests_that_outlast_the_patience_are_frozen(act) -> None:
         (["unload-lora", "--lora-name", "a"], "/unload_lora_adapter", True),
     ],
 )
-def test_failure_leaves_the_server_paused_only_if_weights_may_be_mixed(
+def test_failure_keeps_pause_only_if_weights_may_be_mixed(
     act, capsys, words, fails, resumes
 ) -> None:
     server = Server(fails=fails)

@@ -60,7 +60,7 @@ def test_invalid_plans_are_refused(tmp_path, capsys, options, words) -> None:
     assert words in capsys.readouterr().err
 
 
-def test_long_prompts_that_an_a100_serves_in_reality_do_not_pile_up(tmp_path) -> None:
+def test_long_prompts_an_a100_serves_do_not_pile_up(tmp_path) -> None:
     """The paper's profile of a 7B model puts 35 s on a prompt of 8,000 tokens; in reality an A100
     prefills more than 10,000 tokens of an 8B model per second."""
     draw = random.Random(0)

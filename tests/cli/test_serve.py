@@ -49,7 +49,7 @@ def value(command: list[str], option: str) -> str:
     return command[command.index(option) + 1]
 
 
-def test_scheduler_middleware_and_a_pool_of_a_quarter_of_what_is_free() -> None:
+def test_defaults_scheduler_middleware_quarter_of_free_memory() -> None:
     command, notes, environment = launch("--port", "8001", "-tp", "2")
     assert command[:7] == ["vllm", "serve", "my/model", "--port", "8001", "-tp", "2"]
     assert value(command, "--scheduler-cls") == SCHEDULER
@@ -139,7 +139,7 @@ def test_what_cannot_work_together_is_refused(options, given, message) -> None:
         launch(*options, **given)
 
 
-def test_pipeline_parallelism_alone_leaves_the_pool_out_and_says_so() -> None:
+def test_pipeline_parallelism_disables_the_pool_with_a_note() -> None:
     command, notes, _ = launch("-pp", "2")
     assert "--kv-transfer-config" not in command
     assert notes == ["KV of preempted requests is recomputed: pipeline parallelism is on"]
@@ -265,15 +265,11 @@ def test_without_a_gpu_what_the_user_gave_stays(no_gpu, monkeypatch) -> None:
         (("--no-enable-chunked-prefill",), 2, []),
     ],
 )
-def test_steps_are_short_without_a_gpu_and_never_shorter_than_the_seats(
-    options, cores, added
-) -> None:
+def test_step_tokens_without_gpu_are_few_but_cover_seats(options, cores, added) -> None:
     assert short_steps(options, cores) == added
 
 
-def test_without_a_model_a_small_one_is_served_to_this_machine_alone(
-    no_gpu, monkeypatch, capsys
-) -> None:
+def test_no_model_serves_a_small_one_on_localhost(no_gpu, monkeypatch, capsys) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/somebody")
     no_gpu(True)
     assert main(["serve", "--policy", "tiers", "--port", "8001", "--dry-run"]) == 0

@@ -30,7 +30,7 @@ def run(*arguments):
     return main(["train", *map(str, arguments)])
 
 
-def test_training_starts_from_the_shipped_model_unless_it_makes_a_new_one():
+def test_training_starts_from_shipped_model_by_default():
     assert parsed("all", "--output", "m").base == "pretrained"
     for kind in ("urgency", "instant"):
         assert parsed(kind, "--output", "m").base == "shipped"
@@ -125,7 +125,7 @@ def test_trains_and_stores_a_model_that_loads(tmp_path, capsys, monkeypatch):
     assert run("all", *options, "--base", tmp_path / "model" / "encoder") == 0
 
 
-def test_a_student_has_a_number_of_layers_that_divides_the_encoders(capsys):
+def test_student_layers_divide_encoder_layers(capsys):
     for layers in (2, 3, 4, 6, 12):
         assert parsed("all", "--output", "m", "--layers", layers).layers == layers
     for layers in (1, 5, 7, 24):
@@ -147,7 +147,7 @@ def write_csv(path, columns, rows):
     return path
 
 
-def test_levels_are_learned_from_a_csv_with_the_labels_of_a_domain(tmp_path, capsys, base):
+def test_levels_are_learned_from_csv_with_domain_labels(tmp_path, capsys, base):
     from vllm_semantic_sched.predict.model import TextPredictor
 
     rows = [(f"the whole site is down, case {number}", "P1") for number in range(60)]

@@ -79,7 +79,7 @@ def test_good_policy_takes_turns_and_is_kept_on_demand(server) -> None:
     assert not server.scheduler.observing
 
 
-def test_policy_that_breaks_a_promise_is_rolled_back_within_its_first_turn(server) -> None:
+def test_policy_breaking_a_promise_rolls_back_in_first_turn(server) -> None:
     server.start(GOOD)
     arms = server.serve(640, BURST)
     report = server.command("canary_status")
@@ -125,7 +125,7 @@ def test_unusable_policy_is_refused(server, policy, words) -> None:
     assert "stop it first" in server.start(GOOD)["refused"]
 
 
-def test_of_two_engines_the_first_has_the_new_policy_all_the_time(server) -> None:
+def test_first_of_two_engines_always_has_the_new_policy(server) -> None:
     server.start(GOOD, engines=2)
     assert set(server.serve(90)) == {"new"}
     assert server.command("canary_status")["role"] == "new"

@@ -51,7 +51,7 @@ def set_price(protection: Protection, price: float) -> None:
     protection.budget.price = price
 
 
-def test_others_keep_their_seats_and_wait_until_the_urgent_one_is_done(build) -> None:
+def test_held_requests_keep_seats_until_urgent_one_is_done(build) -> None:
     scheduler = build(max_num_seqs=3)
     add(scheduler, "a", 3)
     add(scheduler, "b", 4)

@@ -77,7 +77,7 @@ def assert_clean(scheduler) -> None:
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # vLLM keeps one as null block
 
 
-def test_urgent_request_gets_a_seat_in_the_step_after_its_arrival(policy) -> None:
+def test_urgent_request_gets_a_seat_in_the_next_step(policy) -> None:
     scheduler = build(policy(), max_num_seqs=3)
     add(scheduler, "a", "b", "c", "d", urgency=4, output_tokens=50)
     run_step(scheduler)
@@ -313,7 +313,7 @@ class StubInstant:
         return Prediction(tuple(float(level == int(text[0])) for level in range(5)))
 
 
-def test_provisional_level_gives_a_seat_at_once_until_it_is_corrected(policy, monkeypatch) -> None:
+def test_provisional_level_gives_a_seat_until_corrected(policy, monkeypatch) -> None:
     path = policy()["policy"]
     with open(path, "w") as file:
         file.write("correct_profile: false\n")
@@ -462,7 +462,7 @@ def test_unsupported_vllm_is_named_before_any_of_it_is_imported(name) -> None:
     assert "but vLLM 0.40.0 is installed" in done.stdout and done.stdout.endswith(" False\n")
 
 
-def test_local_and_development_builds_of_a_supported_vllm_are_accepted() -> None:
+def test_local_builds_of_supported_vllm_are_accepted() -> None:
     for version in ("0.32.0", "0.32.1+cpu", "0.32.0.dev3+g1234"):
         check_vllm_version(version)
 

@@ -93,7 +93,7 @@ def test_no_other_class_overrides_a_private_method_of_vllm() -> None:
 
 
 @pytest.mark.engine
-def test_every_way_into_the_engine_is_watched_or_generates_nothing() -> None:
+def test_every_engine_entry_is_watched_or_generates_nothing() -> None:
     """Tenant, reading and engine are set at `generate`, for every route that vLLM has or gets."""
     import inspect
 

@@ -209,7 +209,7 @@ def test_unusual_text_stalls_neither_engine_nor_predictor(semantic, prompt) -> N
     assert metric(semantic, "semsched:predictor_up") == 1
 
 
-def test_repeated_prompt_uses_the_cached_prediction_and_lengths_are_measured(semantic) -> None:
+def test_repeated_prompt_uses_cached_prediction(semantic) -> None:
     prompt = "is it dangerous that my cat ate a grape"
     cached, ratio = "semsched:cached_predictions_total", "semsched:length_ratio"
     before = page_value(semantic, cached)

@@ -49,7 +49,7 @@ def test_idle_time_is_in_no_step(clock) -> None:
     assert clock.finished(third, 21.0)[1] == pytest.approx(0.5)
 
 
-def test_with_two_steps_in_flight_a_step_lasts_from_the_previous_output(clock) -> None:
+def test_step_in_flight_lasts_from_previous_output(clock) -> None:
     first, second, third, fourth = (output(a=1) for _ in range(4))
     clock.scheduled(first, Batch(), 0.0)
     clock.scheduled(second, Batch(), 0.1)

@@ -30,7 +30,7 @@ def test_litellm_sends_the_urgency_that_vllm_reads() -> None:
         assert hint.level == level and hint.problem is None
 
 
-def test_llm_d_names_an_objective_whose_priority_falls_with_the_level() -> None:
+def test_llm_d_objective_priority_falls_with_level() -> None:
     priorities = []
     manifests = list(yaml.safe_load_all(OBJECTIVES.read_text()))
     for level, objective in zip(LEVELS, manifests, strict=True):
@@ -51,7 +51,7 @@ def test_llm_d_gets_the_promises_of_the_tier_in_milliseconds() -> None:
     assert set(llm_d_fields(policy, 1, 1.0).headers) == {"x-llm-d-inference-objective"}
 
 
-def test_dynamo_gets_higher_numbers_for_more_urgent_requests_and_the_length() -> None:
+def test_dynamo_gets_higher_priority_and_length() -> None:
     hints = [dynamo_fields(POLICY, level, 99.6).body["nvext"]["agent_hints"] for level in LEVELS]
     assert [one["priority"] for one in hints] == [4, 3, 2, 1, 0]
     assert [one["strict_priority"] for one in hints] == [4, 3, 2, 1, 0]
@@ -66,7 +66,7 @@ def test_smg_gets_a_class() -> None:
 
 
 @pytest.mark.parametrize("name", ["ems", "tiers", "fcfs"])
-def test_every_level_of_a_shipped_policy_has_fields_for_every_gateway(name) -> None:
+def test_every_shipped_level_has_fields_for_every_gateway(name) -> None:
     policy = load_policy(name)
     for level in range(policy.levels):
         for make in GATEWAYS.values():

@@ -109,7 +109,7 @@ def test_recorded_policy_is_simulated_as_it_was(log) -> None:
 
 
 @pytest.mark.parametrize("name", ["ems", "tiers", "sjf"])
-def test_other_policies_do_what_the_simulator_does_without_the_log(log, tmp_path, name) -> None:
+def test_other_policies_match_simulation_without_log(log, tmp_path, name) -> None:
     keys = load_policy(name).model_dump(exclude_unset=True) | HINTS
     policy = parse_policy(keys)
     answer = replay(read_log(log)[0], {name: policy})

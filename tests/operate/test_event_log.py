@@ -71,7 +71,7 @@ def test_table_counts_requests_preemptions_and_times(log, tmp_path, capsys) -> N
     assert "1 lines could not be read" in printed and "1 recompute, 1 swap" in printed
 
 
-def test_requests_that_a_second_look_raised_are_counted_where_it_put_them(tmp_path, capsys) -> None:
+def test_raised_requests_count_at_their_new_level(tmp_path, capsys) -> None:
     read = [event(0.1 * at, "call", "queued", None, 4, level_from="prediction") for at in (0, 1)]
     raised = event(0.2, "call", "queued", "queued", 1, level_from="second_look")
     end = event(1.0, "call", "completed", "queued", 1, level_from="second_look")

@@ -202,7 +202,7 @@ def test_policy_is_mounted_where_the_server_looks(build) -> None:
     assert text == (FOLDER / "base" / "policy.yaml").read_text()
 
 
-def test_probes_use_paths_that_the_server_has_and_outlive_a_slow_start(build) -> None:
+def test_probe_paths_exist_and_outlive_a_slow_start(build) -> None:
     container = server_of(build("base"))
     path = {
         kind: container[f"{kind}Probe"]["httpGet"]["path"]

@@ -127,7 +127,7 @@ def test_all_studies_of_this_machine_are_measured():
     assert {name for name in studies if f"studies/{name}.py" not in listed} == set()
 
 
-def test_measurements_are_written_to_a_page_that_keeps_other_sections(tmp_path):
+def test_written_measurements_keep_other_sections(tmp_path):
     page = tmp_path / "latest.md"
     page.write_text("# Old\n\n## tiers\n\nearlier figures\n")
     command = ["--only", "on-device", "--output", tmp_path / "out", "--page", page]

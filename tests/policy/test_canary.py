@@ -72,13 +72,13 @@ def test_good_policy_is_kept(seed: int) -> None:
 
 
 @given(st.integers(0, 10_000))
-def test_policy_that_breaks_a_promise_is_rolled_back_within_six_turns(seed: int) -> None:
+def test_policy_breaking_a_promise_rolls_back_in_six_turns(seed: int) -> None:
     broken = run(Canary(PLAN, TIERS, 0.0), breaks, 600, seed)
     assert broken is not None and "ttft of gold" in broken
     assert float(broken.split()[0]) < 6 * PLAN.period + 1
 
 
-def test_promise_that_the_current_policy_breaks_as_much_is_no_reason() -> None:
+def test_promise_broken_by_both_policies_is_no_reason() -> None:
     def both(arm: str, level: int, rng: random.Random) -> float:
         return 3.0 if rng.random() < 0.5 else 0.5
 

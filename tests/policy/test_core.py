@@ -255,7 +255,7 @@ def seat(core: SchedulingCore, job: Job) -> None:
         ("priority", 4.0, False),
     ],
 )
-def test_much_longer_job_of_the_same_level_gives_way_with_shorter(base, shorter, yields) -> None:
+def test_shorter_preempts_much_longer_job_of_same_level(base, shorter, yields) -> None:
     core = make_core(base, preemption={"shorter": shorter, "max_per_request": 1})
     running = [of_length(core, name, 100) for name in ("long", "long as well")]
     for job in running:
@@ -275,7 +275,7 @@ def test_much_longer_job_of_the_same_level_gives_way_with_shorter(base, shorter,
     assert victims_for(core, short, need, freed=1) == []
 
 
-def test_among_weighted_levels_none_preempts_and_unread_jobs_go_first() -> None:
+def test_weighted_levels_never_preempt_and_unread_go_first() -> None:
     core = make_core(weighted_levels={"factor": 4}, preemption={"shorter": 2})
     running = of_length(core, "running", 400, urgency=4)
     seat(core, running)
@@ -306,7 +306,7 @@ def instant(**knobs) -> dict:
     return {"predictor": {"instant": knobs}}
 
 
-def test_provisional_level_and_length_give_a_place_until_corrected() -> None:
+def test_provisional_level_and_length_rank_until_corrected() -> None:
     core = make_core()
     unread, calm = arrive(core, "unread", unread=True), glance(core, "calm", CALM)
     urgent = glance(core, "urgent", SURE)
@@ -324,7 +324,7 @@ def test_provisional_level_and_length_give_a_place_until_corrected() -> None:
     assert running.level == 4 and core.running.least_urgent() is running
 
 
-def test_prediction_that_comes_before_queueing_counts_in_the_rank() -> None:
+def test_prediction_before_queueing_counts_in_the_rank() -> None:
     core = make_core()
     long, short = (
         core.arrive(core.draft(name, 50, 500, HINT, True), 0.0) for name in ("long", "short")
@@ -351,7 +351,7 @@ def test_hinted_level_stays_and_the_provisional_length_is_used() -> None:
     assert core.estimates.output_tokens(job) == 10.0
 
 
-def test_possible_emergency_is_read_before_calm_prompts_of_the_same_level() -> None:
+def test_possible_emergency_is_read_before_calm_prompts() -> None:
     core = make_core()
     hint = core.read_hints({}, 0)
     perhaps = Prediction((0.15, 0.05, 0.1, 0.2, 0.5))

@@ -109,7 +109,7 @@ def test_progress_spares_long_answers_and_those_preempted_before(
 
 
 @pytest.mark.parametrize("after", ["protect", "promote", "drop"])
-def test_after_its_last_preemption_a_job_is_protected_promoted_or_dropped(after) -> None:
+def test_last_preemption_protects_promotes_or_drops(after) -> None:
     keys = {"max_per_request": 1, "after_limit": after}
     tiers = [{"name": "a"}, {"name": "b"}, {"name": "c", "drop": True}]
     policy = {"levels": 3, "base": "priority", "preemption": keys, "tiers": tiers}

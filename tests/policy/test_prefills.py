@@ -49,7 +49,7 @@ def test_less_urgent_prefill_gets_the_rest_of_the_step() -> None:
     assert served([prefill(0, 200), prefill(4, 4000)], 2048) == [200, 1848]
 
 
-def test_less_urgent_prefill_sits_out_if_its_part_would_cut_a_more_urgent_one() -> None:
+def test_prefill_sits_out_if_it_would_cut_a_more_urgent_one() -> None:
     assert served([prefill(0, 1500), prefill(4, 4000)], 2048) == [1500, 0]
 
 

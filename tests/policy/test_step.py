@@ -221,7 +221,7 @@ def test_simulation_drops_requests_of_a_tier_with_drop() -> None:
     assert all(run.finish is not None for run in runs[1:])
 
 
-def test_prefill_for_which_others_sat_out_in_vain_counts_once_it_runs() -> None:
+def test_prefill_others_sat_out_for_counts_once_it_runs() -> None:
     """It takes tokens of the step: uncounted, it would take those of the decodes behind it."""
     core, engine = make_world({"predictor": {"enabled": False}}, seats=3, token_budget=100)
     for index in range(2):

@@ -45,7 +45,7 @@ def test_shipped_reader_tells_urgent_messages_from_others(rows) -> None:
     assert figures["ece"] <= 0.1  # usable as probabilities
 
 
-def test_messages_that_may_preempt_before_they_are_read_are_urgent(rows) -> None:
+def test_unread_messages_that_may_preempt_are_urgent(rows) -> None:
     rights = [
         preempting_level(row, decide(row, Decision(), instant=True)[0], Instant()) for row in rows
     ]

@@ -14,7 +14,7 @@ LONG = " ".join(f"word{number}" for number in range(400))
 CALM, URGENT = Prediction((0.0, 1.0)), Prediction((1.0, 0.0))
 
 
-def test_parts_cover_what_the_window_leaves_out_and_keep_the_frame() -> None:
+def test_parts_cover_text_outside_the_window() -> None:
     parts = parts_of(LONG[:1900])
     assert 1 < len(parts) <= MOST_PARTS
     for part in parts:
@@ -99,7 +99,7 @@ def test_prompt_that_comes_while_parts_are_cut_goes_first() -> None:
     assert read(service) == [parts_of(LONG)[0]]
 
 
-def test_most_doubtful_request_is_read_until_its_level_is_the_most_urgent() -> None:
+def test_most_doubtful_request_is_read_until_most_urgent() -> None:
     service = make_service()
     look(service, "calm", key=-1.0)
     look(service, "doubtful", key=-2.0)

@@ -77,7 +77,7 @@ def test_doubt_is_about_both_ends_of_the_levels(urgency, doubtful) -> None:
     assert is_doubtful(urgency) == doubtful
 
 
-def test_second_network_is_stored_without_embeddings_and_has_those_of_the_first(tmp_path) -> None:
+def test_second_network_shares_embeddings_of_the_first(tmp_path) -> None:
     torch.manual_seed(0)
     first, second = network_of(1), network_of(2)
     second.distilbert.embeddings = first.distilbert.embeddings

@@ -149,7 +149,7 @@ def test_a_batch_never_exceeds_its_limit(start) -> None:
     assert max(p.length[0] for p in wait_for(service, 20).values()) <= 3
 
 
-def test_full_queue_refuses_and_a_cancelled_prompt_frees_its_place(start) -> None:
+def test_full_queue_refuses_and_cancelling_frees_a_place(start) -> None:
     service = start(mode="full_batching", max_batch=9, max_wait=60, max_queue=2)
     assert service.submit("a", "x") and service.submit("b", "x")
     assert not service.submit("c", "x")
@@ -224,7 +224,7 @@ def test_stuck_predictor_is_replaced_without_blocking_submit(start) -> None:
     assert not exists(stuck) and service.up and service.restarts == 1
 
 
-def test_predictor_stopped_by_a_signal_is_replaced_during_a_large_write(start) -> None:
+def test_predictor_stopped_in_a_large_write_is_replaced(start) -> None:
     service = start(max_batch=1, timeout=0.5)
     os.kill(service._process.pid, signal.SIGSTOP)
     # More than a pipe holds: the write blocks, not the read.
@@ -368,7 +368,7 @@ def test_start_with_known_buckets_does_not_wait_for_the_model(tmp_path, start) -
     assert service.up and service.restarts == 0
 
 
-def test_model_that_fails_to_load_beside_the_engine_is_started_again(tmp_path, start) -> None:
+def test_model_failing_to_load_is_started_again(tmp_path, start) -> None:
     flag = tmp_path / "failed"
     failing = (
         f"import os, sys\nif not os.path.exists({str(flag)!r}):\n"

@@ -101,7 +101,7 @@ def read(service: PredictionService, texts: list[str]) -> dict[str, float | None
     return answers
 
 
-def test_services_of_a_group_share_a_worker_and_get_their_own_answers(start, starts) -> None:
+def test_services_of_a_group_share_a_worker(start, starts) -> None:
     one, other, apart = start(), start(), start(group="h")
     assert len(started(starts)) == 2
     for number in range(20):
@@ -162,9 +162,7 @@ class Writer:
         pass
 
 
-def test_reason_arrives_although_the_worker_ends_before_its_host_can_speak(
-    tmp_path, monkeypatch
-) -> None:
+def test_reason_arrives_if_worker_ends_before_host_speaks(tmp_path, monkeypatch) -> None:
     said: list[bytes] = []
 
     async def own_stdin() -> asyncio.StreamReader:

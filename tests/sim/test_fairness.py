@@ -84,7 +84,7 @@ def longest_admission_gap(runs: list[Run]) -> float:
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_no_request_waits_longer_than_the_bound_under_100_random_policies(block: int) -> None:
+def test_waits_stay_within_bound_under_100_random_policies(block: int) -> None:
     for seed in range(25 * block, 25 * block + 25):
         rng = random.Random(seed)
         levels, seats = rng.randint(2, 5), rng.choice([1, 2, 4, 8])
@@ -178,7 +178,7 @@ def test_shares_do_not_make_tiers_preempt_each_other() -> None:
     assert preemptions <= 0.02 * sum(bool(run.spans) for run in runs)
 
 
-def test_counters_of_two_backlogged_tenants_stay_within_the_bound() -> None:
+def test_counters_of_backlogged_tenants_stay_within_bound() -> None:
     """One tenant has more and longer requests than the other."""
     rng = random.Random(3)
     seats, requests = 6, []

@@ -10,7 +10,7 @@ from vllm_semantic_sched.sim.metrics import TenantService, jain_index
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=9), st.floats(0.1, 10))
-def test_jain_index_depends_on_ratios_alone_and_is_one_for_equal_values(values, scale) -> None:
+def test_jain_index_depends_on_ratios_and_is_one_if_equal(values, scale) -> None:
     index = jain_index(values)
     assert 1 / len(values) - 1e-9 <= index <= 1 + 1e-9
     assert jain_index([scale * value for value in values]) == pytest.approx(index)

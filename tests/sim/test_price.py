@@ -67,7 +67,7 @@ def test_urgent_answers_are_faster_than_by_the_order_alone() -> None:
 
 
 @pytest.mark.parametrize("level", ["0", "1"])
-def test_first_tokens_of_urgent_levels_are_as_early_as_by_the_order_alone(level: str) -> None:
+def test_holds_do_not_delay_urgent_first_tokens(level: str) -> None:
     """The 99th percentile of a cell is the first or second of 40 or 120 requests: with another seed
     it is half or five times as long under both. So all cells count together, and each more
     loosely."""

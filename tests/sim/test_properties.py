@@ -125,7 +125,7 @@ def test_every_request_ends_once_and_capacity_is_kept(scenario: Scenario) -> Non
         }
     )
 )
-def test_no_urgent_request_waits_while_a_less_urgent_one_has_its_seat(scenario: Scenario) -> None:
+def test_no_urgent_request_waits_for_a_less_urgent_seat(scenario: Scenario) -> None:
     def check(engine: Engine) -> None:
         waiting = engine.core.waiting.peek()
         if waiting is None or waiting.level > 0:
@@ -141,7 +141,7 @@ def test_no_urgent_request_waits_while_a_less_urgent_one_has_its_seat(scenario: 
 
 @settings(max_examples=60)
 @given(scenarios())
-def test_passed_and_outrun_requests_are_those_that_break_the_orders(scenario: Scenario) -> None:
+def test_passed_and_outrun_requests_break_the_orders(scenario: Scenario) -> None:
     seated: dict[str, int] = {}
 
     def seat(self: Precedence, job: Job, passes: Mapping[int, PassCause]) -> None:

@@ -110,7 +110,7 @@ def test_nobody_is_held_while_the_next_request_can_start() -> None:
         assert seen.losses and not seen.held_with_room
 
 
-def test_urgent_requests_finish_sooner_and_first_tokens_are_not_delayed() -> None:
+def test_urgent_finish_sooner_without_delaying_first_tokens() -> None:
     """Beyond the work that the holds cost."""
     for seed in range(3):
         _, held = watch(0.2, seed, seats=4, token_budget=128)

@@ -109,7 +109,7 @@ def test_azure_trace_is_read(tmp_path, scenario, monkeypatch) -> None:
     assert runs[1].request.arrival == pytest.approx(4.314579)
 
 
-def test_tenants_are_drawn_by_their_weights_and_change_nothing_else() -> None:
+def test_tenants_are_drawn_by_weight_and_change_no_other() -> None:
     plain, *_ = parse_scenarios(SMALL, "my.yaml", {"workload.requests": 400})
     changes = {"workload.requests": 400, "workload.tenants": [3, 1]}
     shared, *_ = parse_scenarios(SMALL, "my.yaml", changes)

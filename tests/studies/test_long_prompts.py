@@ -10,7 +10,7 @@ from vllm_semantic_sched.lab.bench.client import Record
 from vllm_semantic_sched.policy.config import load_policy
 
 
-def test_load_has_long_prompts_first_and_then_urgent_messages_one_by_one() -> None:
+def test_load_has_long_prompts_then_urgent_messages() -> None:
     args = argparse.Namespace(seed=0, tokens=16000, long=2, urgent=3, gap=1.5, answer=32)
     load = make_load(args)
     assert [one.level for one in load] == [4, 4, 0, 0, 0]
@@ -31,7 +31,7 @@ def test_rows_differ_in_holds_and_stage_alone(tmp_path) -> None:
     assert yaml.safe_load((tmp_path / "stage-off.yaml").read_text())["weighted_levels"]
 
 
-def test_row_has_the_time_per_token_of_the_urgent_and_the_first_tokens_of_the_long() -> None:
+def test_row_has_urgent_tpot_and_long_ttft() -> None:
     def record(level, arrival, first, finish, tokens) -> Record:
         return Record(
             index=0,

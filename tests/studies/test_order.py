@@ -35,7 +35,7 @@ def load():
     return draw_load(1)
 
 
-def test_short_answers_of_low_urgency_gain_and_urgent_ones_lose_nothing(load) -> None:
+def test_short_answers_gain_and_urgent_lose_nothing(load) -> None:
     rows = compare(*load)
     strict, weighted = rows["urgency alone"], rows["factor 4"]
     assert weighted.gain > 1.1 * strict.gain > 1.1
@@ -45,7 +45,7 @@ def test_short_answers_of_low_urgency_gain_and_urgent_ones_lose_nothing(load) ->
     assert mean_of([strict, weighted]).gain == pytest.approx((strict.gain + weighted.gain) / 2)
 
 
-def test_admission_by_peak_saves_preemptions_at_the_same_throughput() -> None:
+def test_peak_admission_saves_preemptions_at_same_throughput() -> None:
     """In the mean over three loads: the last requests of one change its throughput by 3 %."""
 
     def outcomes(enabled: bool) -> tuple[float, int]:

@@ -40,7 +40,7 @@ def test_table_has_a_row_for_each_policy(tmp_path, capsys) -> None:
     assert (tmp_path / "table.md").read_text().count("\n| ") == 3
 
 
-def test_policies_are_predicted_from_the_log_of_an_observing_engine(tmp_path) -> None:
+def test_policies_are_predicted_from_an_observing_log(tmp_path) -> None:
     assert run(arguments(tmp_path, "--whatif")) == 0
     rows = json.loads((tmp_path / "figures.json").read_text())
     assert {row["policy"] for row in rows} == {"simulated", "ems", "tiers"}

@@ -103,7 +103,7 @@ def test_request_larger_than_its_limit_starts_in_an_idle_engine(
 
 
 @pytest.mark.parametrize("prompt_tokens", [1000, 1300])
-def test_request_larger_than_its_limit_comes_before_less_urgent_ones(
+def test_request_larger_than_limit_precedes_less_urgent(
     build, shipped, clock_of, prompt_tokens
 ) -> None:
     """A stream of level 3 has answers of at most 32 tokens; vLLM seats the level 2 in 9 steps."""

@@ -80,7 +80,7 @@ def test_swapped_requests_return_before_new_less_urgent_ones(build_swapping, asy
     assert_right_answers(steps)
 
 
-def test_level_0_starts_beside_a_less_urgent_one_that_lost_its_seat(build_swapping) -> None:
+def test_level_0_starts_beside_preempted_request(build_swapping) -> None:
     scheduler = build_swapping(max_num_seqs=2, num_blocks=200)
     steps = swapping_steps(scheduler)
     steps.add("victim", urgency=3, prompt_tokens=100, output_tokens=100)
@@ -233,7 +233,7 @@ def test_shipped_shares_keeps_its_order_through_loads(
 @pytest.mark.parametrize(
     "policy", ["", "weighted_levels: {factor: 4}\n"], ids=["default", "weighted"]
 )
-def test_victims_with_output_in_flight_come_before_less_urgent_ones(build, policy) -> None:
+def test_victims_with_output_in_flight_precede_less_urgent(build, policy) -> None:
     """Asynchronously, vLLM cannot seat a victim again in the step that preempted it; the seat that
     is left over must not go to a level 4 for the length of its answer."""
 

@@ -38,7 +38,7 @@ def test_adapter_of_a_prefill_that_yields_keeps_its_slot(lora_steps, asynchronou
     assert steps.scheduler.counters.total("policy_errors") == 0
 
 
-def test_step_that_skips_a_thousand_requests_costs_a_few_times_vllms(build, build_stock) -> None:
+def test_step_skipping_1000_requests_costs_few_times_vllms(build, build_stock) -> None:
     def calls(build) -> int:
         steps = EngineSteps(build(max_num_seqs=16, lora_config=LoRAConfig(max_loras=1)))
         running = [f"a{number}" for number in range(8)]

@@ -33,7 +33,7 @@ def add_with_image(steps: EngineSteps, name: str, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_prefill_does_not_yield_to_an_image_that_its_own_keeps_out(
+def test_prefill_does_not_yield_to_image_blocked_by_its_own(
     build, build_stock, asynchronous
 ) -> None:
     """The images of both do not fit into the encoder cache together."""
@@ -79,7 +79,7 @@ def test_image_starts_when_the_encoder_cache_has_room(build, build_stock) -> Non
     assert ours.get("text", 1000) <= stock["text"]
 
 
-def test_image_larger_than_the_encoder_cache_keeps_nobody_else_out(build) -> None:
+def test_image_larger_than_encoder_cache_blocks_no_other(build) -> None:
     scheduler = build(encoder_cache=120, max_num_seqs=3, max_num_batched_tokens=400)
     steps = EngineSteps(scheduler)
     steps.add("low1", "low2", "low3", urgency=4, output_tokens=60)
@@ -146,7 +146,7 @@ def test_sound_that_can_never_fit_is_refused(build) -> None:
     assert steps.scheduler.counters.total("refused") == 1
 
 
-def test_prompt_with_logprobs_starts_at_its_first_token_after_each_preemption(build) -> None:
+def test_prompt_logprobs_restart_at_first_token_after_preemption(build) -> None:
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
     scheduler = build(max_num_seqs=2, max_num_batched_tokens=100, prefix_caching=True)

@@ -26,14 +26,14 @@ def idle_sessions(scheduler, count: int, **fields) -> EngineSteps:
 # Each takes one seat
 
 
-def test_cause_of_a_wait_is_not_a_seat_while_one_is_free_beside_idle_sessions(build) -> None:
+def test_wait_cause_is_not_seat_while_one_is_free(build) -> None:
     scheduler = build(max_num_seqs=8)
     steps = idle_sessions(scheduler, 4)
     steps.add("waiting", urgency=2)
     assert _why_waiting(scheduler.core, scheduler.snapshot()) is not Cause.SEAT
 
 
-def test_nobody_is_held_while_a_seat_is_free_beside_idle_sessions(build) -> None:
+def test_nobody_is_held_while_a_seat_is_free(build) -> None:
     steps = idle_sessions(build(PROTECT, max_num_seqs=8), 4)
     steps.add("urgent", urgency=0, output_tokens=200)
     steps.add("low", urgency=4, output_tokens=200)
@@ -77,7 +77,7 @@ def test_idle_session_gives_way_to_an_urgent_request(build) -> None:
     assert scheduler.num_waiting_for_streaming_input == 2
 
 
-def test_session_preempted_with_its_last_token_in_flight_answers_its_next_turn(build) -> None:
+def test_session_preempted_in_flight_answers_next_turn(build) -> None:
     scheduler = build(max_num_seqs=2, async_scheduling=True)
     steps = EngineSteps(scheduler)
     turn = {"urgency": 4, "output_tokens": 2, "resumable": True}

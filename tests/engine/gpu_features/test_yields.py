@@ -30,7 +30,7 @@ HOLDS = (
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_prefill_does_not_yield_to_a_load_that_its_blocks_keep_out(build, asynchronous) -> None:
+def test_prefill_does_not_yield_to_load_its_blocks_exclude(build, asynchronous) -> None:
     """vLLM sets aside the blocks that prefills under way will need: KV from elsewhere finds no
     room until this one is done."""
     scheduler = build(
@@ -50,7 +50,7 @@ def test_prefill_does_not_yield_to_a_load_that_its_blocks_keep_out(build, asynch
     assert steps.longest_empty() <= 6
 
 
-def test_prefill_does_not_yield_to_a_swapped_request_that_it_keeps_out(build_swapping) -> None:
+def test_prefill_does_not_yield_to_swapped_request_it_excludes(build_swapping) -> None:
     scheduler = build_swapping(
         UNPREEMPTIBLE, max_num_seqs=3, num_blocks=301, max_num_batched_tokens=100
     )
@@ -126,7 +126,7 @@ def test_paused_engine_drains_as_fast_as_without_us(build, build_stock, asynchro
 
 
 @pytest.mark.parametrize("aging", [False, True])
-def test_prefill_progresses_beside_an_urgent_request_in_every_step(build, clock_of, aging) -> None:
+def test_prefill_progresses_every_step_beside_urgent_request(build, clock_of, aging) -> None:
     """They leave 1,800 of 2,048 tokens of every step."""
     policy = "aging: {enabled: true, interval: 1}\n" if aging else ""
     scheduler = build(policy, max_num_seqs=64, num_blocks=4000, max_num_batched_tokens=2048)
@@ -142,7 +142,7 @@ def test_prefill_progresses_beside_an_urgent_request_in_every_step(build, clock_
     assert late <= 3
 
 
-def test_prefill_ends_beside_random_urgent_requests_near_capacity(build, clock_of) -> None:
+def test_prefill_ends_beside_urgent_requests_near_capacity(build, clock_of) -> None:
     """50 a second, at times of the default profile: they take 10,000 of about 13,000 tokens a
     second, so that a prompt of 32,000 takes 10 s if no step is wasted."""
     chance = random.Random(3)
@@ -169,7 +169,7 @@ def test_prefill_ends_beside_random_urgent_requests_near_capacity(build, clock_o
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_running_request_that_is_not_held_gets_tokens_in_every_step(build, clock_of, seed) -> None:
+def test_running_request_not_held_gets_tokens_every_step(build, clock_of, seed) -> None:
     """Through holds, reordering and KV shortages, some of them in one step."""
     chance = random.Random(seed)
     scheduler = build(

@@ -204,7 +204,7 @@ def test_server_whose_engine_does_not_answer_is_not_ready() -> None:
     assert ready(client("10.0.0.7")) == 503
 
 
-def test_scheduler_that_a_platform_has_put_in_place_of_ours_is_named() -> None:
+def test_scheduler_substituted_by_a_platform_is_named() -> None:
     server = client("127.0.0.1")
     config = SimpleNamespace(get_scheduler_cls=lambda: Core)
     server.app.state.vllm_config = SimpleNamespace(scheduler_config=config)

@@ -124,7 +124,7 @@ def test_less_urgent_work_is_no_reason_to_avoid_an_engine(server, rank) -> None:
         assert chosen(server, 2) == 1 - rank
 
 
-def test_reload_reaches_both_engines_and_a_full_queue_of_each_is_a_429(server, policy) -> None:
+def test_reload_and_full_queue_429_work_on_both_engines(server, policy) -> None:
     admin = AdminClient(server.url)
     policy.write_text(BOUNDED)
     try:

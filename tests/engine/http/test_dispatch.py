@@ -197,7 +197,7 @@ def test_api_servers_count_each_others_requests(folder) -> None:
     run(case)
 
 
-def test_api_server_without_shared_memory_counts_its_own_requests(monkeypatch, caplog) -> None:
+def test_without_shared_memory_server_counts_own_requests(monkeypatch, caplog) -> None:
     monkeypatch.setattr(siblings, "own_folder", lambda: None)
     monkeypatch.setattr(logger, "propagate", True)
 
@@ -303,7 +303,7 @@ def test_errors_are_counted_on_the_metrics_page() -> None:
     assert total() == before + 1
 
 
-def test_engines_of_other_hosts_do_not_count_behind_a_load_balancer() -> None:
+def test_remote_engines_do_not_count_behind_load_balancer() -> None:
     def count(local_engines_only):
         parallel = SimpleNamespace(
             data_parallel_size=8,

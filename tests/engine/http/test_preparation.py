@@ -96,7 +96,7 @@ def test_urgent_text_is_recognized(rules) -> None:
     assert server.prepared.index(text) == 2
 
 
-def test_requests_that_fail_are_slow_or_answer_long_keep_nobody_waiting(rules) -> None:
+def test_failing_slow_or_long_requests_block_nobody(rules) -> None:
     server = Server(rules)
     errors = serve(
         server,

@@ -37,9 +37,7 @@ def test_nobody_starves_behind_a_flood_of_urgent_requests() -> None:
     st.integers(1, 4),
     st.lists(st.one_of(st.none(), st.integers(0, 4)), max_size=60),
 )
-def test_every_request_gets_one_slot_and_no_more_are_out_than_there_are(
-    slots: int, events: list[int | None]
-) -> None:
+def test_every_request_gets_one_slot_within_the_limit(slots: int, events: list[int | None]) -> None:
     queue: PreparationQueue[int] = PreparationQueue(slots)
     inside: list[int] = []
     came: list[int] = []

@@ -150,7 +150,7 @@ def assert_refused(answer: Answer, status: int, code: str) -> None:
     assert error["retry_after"] == int(answer.headers["retry-after"])
 
 
-def test_full_queue_returns_429_while_it_is_full_with_and_without_streaming(server) -> None:
+def test_full_queue_returns_429_with_and_without_streaming(server) -> None:
     with full_seats(server, waiting=2):
         answers = [ask(server, path, stream) for path, stream in WAYS for _ in range(2)]
         for answer in answers:
@@ -160,7 +160,7 @@ def test_full_queue_returns_429_while_it_is_full_with_and_without_streaming(serv
         assert ask(server, path, stream).status == 200
 
 
-def test_full_queue_replaces_the_least_urgent_by_a_more_urgent_request(server) -> None:
+def test_full_queue_replaces_least_urgent_by_more_urgent(server) -> None:
     lesser, urgent = PendingRequests(), PendingRequests()
     with full_seats(server, waiting=2):
         for _ in range(2):
@@ -203,7 +203,7 @@ def test_several_answers_to_one_prompt_end_together(server) -> None:
             assert_refused(ask(server, stream=stream, n=3), 429, "over_capacity")
 
 
-def test_every_request_of_a_flood_is_answered_and_service_recovers(server) -> None:
+def test_flood_is_fully_answered_and_service_recovers(server) -> None:
     flood = PendingRequests()
     for number in range(80):
         path, stream = WAYS[number // 4 % 4]
@@ -228,7 +228,7 @@ def test_refusals_are_counted_over_all_api_servers(server) -> None:
     )
 
 
-def test_refusal_without_the_middleware_is_a_500_or_a_stream_error(bare) -> None:
+def test_refusal_without_middleware_is_500_or_stream_error(bare) -> None:
     status = 429 if HOOKS.refuse_request else 500
     with full_seats(bare, waiting=2):
         for path, stream in WAYS:

@@ -162,7 +162,7 @@ def test_answers_stay_whatever_method_fails(reports, engine) -> None:
 
 
 @pytest.mark.study
-def test_answers_of_a_thousand_requests_stay_whatever_method_fails(
+def test_answers_of_1000_requests_survive_failing_methods(
     slim_model, tmp_path, run_offline
 ) -> None:
     engines = {

@@ -145,7 +145,7 @@ _FAILING = (
 )
 
 
-def test_thousand_requests_survive_a_failure_of_every_guarded_method(build, monkeypatch) -> None:
+def test_1000_requests_survive_failure_of_each_guarded_method(build, monkeypatch) -> None:
     scheduler = build()
     chance = random.Random(5)
     failed: set[str] = set()

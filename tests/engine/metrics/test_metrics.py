@@ -84,7 +84,7 @@ def test_busy_engine_reports_at_intervals_and_idle_one_at_once() -> None:
     st.lists(st.floats(0, 2000), min_size=1, max_size=40),
     st.lists(st.integers(0, 40), max_size=4),
 )
-def test_histogram_equals_a_prometheus_histogram_of_the_same_values(values, cuts) -> None:
+def test_histogram_equals_prometheus_histogram(values, cuts) -> None:
     """For any distribution of the values over messages and API servers."""
     engine = str(next(_engines))
     counters, name = Counters(), "time_to_first_token_seconds"

@@ -113,9 +113,7 @@ def add_beam(scheduler, name: str, max_tokens: int = 1, **extra_args):
 BEAM = "cmpl-1-0123456789abcdef-beam-2-01234567"  # as vLLM names the token of a beam
 
 
-def test_token_of_a_beam_is_neither_read_by_the_network_nor_learned_from(
-    scheduler, monkeypatch
-) -> None:
+def test_beam_token_is_neither_read_nor_learned_from(scheduler, monkeypatch) -> None:
     learned = []
     monkeypatch.setattr(scheduler.core.estimates, "learn", lambda job, end: learned.append(end))
     params = SimpleNamespace(extra_args=None)

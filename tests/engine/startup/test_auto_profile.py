@@ -110,7 +110,7 @@ def test_reload_does_not_measure(build, monkeypatch) -> None:
     assert profile.hardware == "cpu"
 
 
-def test_reload_of_an_unchanged_policy_keeps_version_and_correction(build) -> None:
+def test_reload_of_unchanged_policy_keeps_correction(build) -> None:
     scheduler, _ = build()
     scheduler.live_policy.loaded = scheduler._reload()
     assert scheduler.live_policy.adopt()["result"] == "unchanged"

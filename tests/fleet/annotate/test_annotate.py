@@ -32,7 +32,7 @@ def test_text_and_chat_get_the_same_level(annotator) -> None:
     assert annotator.annotate({"text": CALM}).level > 2
 
 
-def test_hint_overrides_the_reading_and_the_limit_bounds_the_length(annotator) -> None:
+def test_hint_overrides_reading_and_limit_bounds_length(annotator) -> None:
     found = annotator.annotate(chat(URGENT, vllm_xargs={"urgency": 3}, max_tokens=7))
     assert found.level == 3 and 0 < found.tokens <= 7 and found.reading is not None
     assert annotator.annotate({"text": CALM}).tokens > 7

@@ -101,7 +101,7 @@ def test_idle_ratio_compares_the_same_requests():
     assert Round(1, failed, idle=alone).idle_ratio != pytest.approx(2.0)
 
 
-def test_length_of_an_answer_that_ends_by_itself_is_that_of_the_first_scheduler(plan, comparison):
+def test_natural_answer_length_is_the_first_schedulers(plan, comparison):
     natural = replace(WORKLOAD, config=replace(WORKLOAD.config, natural=True))
     for record in comparison.reference(WORKLOAD.config.mix).records:
         record.output_tokens = 7 + record.index
@@ -113,7 +113,7 @@ def test_length_of_an_answer_that_ends_by_itself_is_that_of_the_first_scheduler(
     assert run._told(known, WORKLOAD) == WORKLOAD.requests
 
 
-def test_idle_sample_has_urgent_requests_and_prompts_of_all_lengths():
+def test_idle_sample_has_urgent_requests_of_all_lengths():
     requests = fake_workload(200).requests
     sample = idle_sample(requests)
     assert sum(request.level == 0 for request in sample) == 24
@@ -140,7 +140,7 @@ def test_every_second_round_is_reversed(plan):
             replace(plan, **wrong)
 
 
-def test_quick_comparison_starts_one_server_for_all_that_it_can_stand_in_for(plan):
+def test_quick_comparison_shares_one_server(plan):
     names = "fcfs,semantic,priority,semantic-true,semantic@sjf"
     quick = replace(plan, schedulers=parse_schedulers(names, "ems"), quick=True)
     groups = [(v.leader.name, [spec.name for spec in v.specs]) for v in quick.visits(1)]

@@ -43,7 +43,7 @@ def test_bursts_differ_and_arrive_evenly() -> None:
     assert len({tuple(one.text for one in burst) for burst in bursts}) == 3
 
 
-def test_same_bursts_go_to_one_server_by_header_in_alternating_order(monkeypatch, tmp_path) -> None:
+def test_same_bursts_alternate_headers_on_one_server(monkeypatch, tmp_path) -> None:
     sent, started = [], []
 
     class Client:

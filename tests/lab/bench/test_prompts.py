@@ -45,7 +45,7 @@ def test_trace_in_either_form(tmp_path):
     assert second.arrival - first.arrival == pytest.approx(1.0)
 
 
-def test_trace_arrives_at_its_mean_distance_and_must_be_long_enough(tmp_path):
+def test_trace_keeps_mean_distance_and_must_be_long_enough(tmp_path):
     times = (1000, 1100, 4000)
     path = mooncake(tmp_path / "t.jsonl", *((time, 100, 5, [1]) for time in times))
     assert [size.arrival for size in draw_sizes(str(path), 3, 0)] == pytest.approx([0, 1 / 15, 2])

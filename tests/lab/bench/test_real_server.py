@@ -140,7 +140,7 @@ def test_comparison_on_an_emulated_gpu_runs_to_its_page(tmp_path, capsys):
     assert "urgency 0" in page and LABEL in page and LABEL in capsys.readouterr().out
 
 
-def test_server_that_does_not_start_reports_why_and_leaves_no_process(model, tmp_path):
+def test_failed_server_start_reports_why_and_leaves_no_process(model, tmp_path):
     server = VllmServer(
         ServerConfig(model, tmp_path / "server.log", extra_args=("--no-such-argument",))
     )

@@ -18,7 +18,7 @@ from vllm_semantic_sched.policy.core import SchedulingCore
 WORKLOAD = fake_workload()
 
 
-def test_request_bodies_state_urgency_only_to_priority_and_hint_schedulers():
+def test_bodies_state_urgency_only_to_schedulers_told_it():
     request = WORKLOAD.requests[0]
     extras = {s.name: dict(s.body_extras(request)) for s in parse_schedulers(",".join(NAMES), None)}
     hint = {"vllm_xargs": {"urgency": request.level}}
@@ -69,7 +69,7 @@ def test_only_semantic_schedulers_get_profile_and_host_memory():
     assert "--kv-transfer-config" not in parse_schedulers("semantic", "ems")[0].server_args()
 
 
-def test_emulated_device_takes_the_place_of_the_machines_under_every_scheduler(tmp_path):
+def test_emulated_device_is_used_under_every_scheduler(tmp_path):
     base = ServerConfig(tmp_path, tmp_path / "x", device={"profile": "h100-8b", "kv_gib": 4.0})
     for spec in parse_schedulers("fcfs,priority,semantic-true", "ems", "h100-8b", host_gib=0.5):
         config = spec.configure(base, tmp_path, "2")

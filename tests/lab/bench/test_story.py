@@ -22,12 +22,12 @@ def test_sentence_is_right_for_gains_losses_and_ties(paces, said) -> None:
     assert all(part in sentence for part in said), sentence
 
 
-def test_nothing_is_said_without_a_reference_or_a_scheduler_of_ours() -> None:
+def test_no_story_without_reference_or_own_scheduler() -> None:
     for name in ("fcfs", "semantic"):
         assert gain_in_words(fake_comparison(WORKLOAD, {name: 1.0}).mixes["even"]) == ""
 
 
-def test_messages_show_level_beginning_and_first_words_under_each_scheduler() -> None:
+def test_messages_show_level_and_first_words_per_scheduler() -> None:
     made = fake_comparison(WORKLOAD, {"fcfs": 1.0, "priority": 0.5})
     add_fake_round(made, WORKLOAD, "semantic", 0.25)
     reader = made.mixes["even"]["semantic"]

@@ -52,7 +52,7 @@ def test_mixes_have_different_prompts():
     assert texts[0][:20] != texts[1][:20]
 
 
-def test_bursts_have_at_most_max_burst_requests_and_arrive_every_gap():
+def test_bursts_arrive_every_gap_with_at_most_max_burst():
     requests = make_workload(CONFIG, BUILTIN).requests
     bursts = Counter(request.arrival for request in requests)
     assert max(bursts.values()) <= CONFIG.max_burst
@@ -69,7 +69,7 @@ def test_output_lengths_follow_the_question_within_bounds():
         assert min(asked["low"], 100) <= request.output_tokens <= min(asked["high"], 100)
 
 
-def test_long_prompts_are_less_urgent_requests_and_change_nothing_else():
+def test_long_prompts_are_less_urgent_and_change_no_other():
     short = make_workload(CONFIG, BUILTIN).requests
     long = make_workload(replace(CONFIG, long_prompts=0.25), BUILTIN).requests
     assert [replace(r, text="") for r in long] == [replace(r, text="") for r in short]
@@ -115,7 +115,7 @@ def _question(rng):
     return TextLength("Why?", 20)
 
 
-def test_chats_end_with_the_text_and_have_the_lengths_that_were_drawn():
+def test_chats_end_with_text_and_have_drawn_lengths():
     config = replace(CONFIG, prompts="chat", max_output_tokens=1500)
     requests = make_workload(config, BUILTIN).requests
     sizes = draw_sizes("chat", config.requests, config.seed)
@@ -127,7 +127,7 @@ def test_chats_end_with_the_text_and_have_the_lengths_that_were_drawn():
     assert len({request.history for request in requests}) > 150
 
 
-def test_prompts_of_a_trace_begin_with_the_same_text_and_keep_its_distances(monkeypatch):
+def test_trace_prompts_share_prefixes_and_keep_distances(monkeypatch):
     sizes = [Size(1200, 9, 0.0, (5, 6)), Size(1300, 9, 0.5, (5, 7)), Size(60, 9, 2.0, (5,))]
     monkeypatch.setattr(workload, "draw_sizes", lambda *given: sizes)
     config = replace(CONFIG, requests=3, prompts="some.jsonl", gap=3.0, max_burst=4)

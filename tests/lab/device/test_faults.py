@@ -269,7 +269,7 @@ def test_seats_are_those_that_vllm_admits_to(asynchronous) -> None:
 # Steps that skip many requests
 
 
-def test_step_that_skips_a_thousand_requests_costs_a_few_times_vllms() -> None:
+def test_step_skipping_1000_requests_costs_few_times_vllms() -> None:
     """A connector looks for their KV."""
 
     def calls(scheduler: str) -> int:

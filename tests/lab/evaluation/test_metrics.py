@@ -191,7 +191,7 @@ def test_deciles_by_hand():
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60))
-def test_equal_values_share_a_decile_and_larger_ones_are_no_lower(values):
+def test_deciles_of_equal_values_match_and_never_fall(values):
     placed = dict(zip(values, deciles(values), strict=True))
     assert [placed[value] for value in values] == deciles(values)
     assert sorted(placed.values()) == [placed[value] for value in sorted(placed)]

@@ -122,7 +122,7 @@ def test_every_mark_is_drawn(found):
     assert routine / urgent == pytest.approx(2.0, rel=0.15)
 
 
-def test_a_click_on_a_header_sorts_numbers_and_a_second_one_reverses(found):
+def test_header_click_sorts_and_second_click_reverses(found):
     assert found["sorted"] == [
         ["nine", "ten", "hundred", "none"],
         ["hundred", "ten", "nine", "none"],

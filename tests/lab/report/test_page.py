@@ -71,7 +71,7 @@ def test_charts_have_their_data(page):
     assert (boxes["left"], boxes["right"]) == ([0.0], [0.75])
 
 
-def test_grouped_bars_leave_out_missing_values_and_stand_beside_each_other():
+def test_grouped_bars_skip_missing_values():
     chart = grouped_bars(
         "t", "s", ["0", "all"], {"a": [1.0, math.nan], "b": [0.5, 4.0]}, {"a": "red", "b": "blue"}
     )

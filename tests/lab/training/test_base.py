@@ -42,7 +42,7 @@ def test_mismatched_buckets_are_refused():
         LengthBuckets((10, 10), (4.0, 5.0, 6.0))
 
 
-def test_a_model_keeps_its_second_network_as_long_as_its_levels_stay(tmp_path):
+def test_second_network_stays_while_levels_stay(tmp_path):
     shape = {"vocab_size": 10, "dim": 8, "hidden_dim": 8, "n_heads": 2, "n_layers": 1}
     buckets = {"length_bucket_edges": [10], "length_bucket_means": [5.0, 40.0]}
     network = UrgencyLengthClassifier(DistilBertConfig(**shape, **buckets, num_labels=5))

@@ -97,7 +97,7 @@ def test_written_chat_has_the_level_of_its_last_turn(composer) -> None:
     assert {one.level for one in drawn(composer, Draft.written_chat)} == {0, 4}
 
 
-def test_some_compositions_claim_an_urgency_that_is_not_their_level() -> None:
+def test_some_compositions_claim_another_urgency() -> None:
     composer = Composer({"xx": PARTS}, Composer.of("train", WRITTEN, ()).written, ())
     claimed = [one for one in composer.draw(2000, random.Random(1)) if "priority" in one.text]
     assert {one.level for one in claimed} >= {0, 4} and len(claimed) < 200

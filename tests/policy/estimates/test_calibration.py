@@ -88,7 +88,7 @@ def true_lengths(seed: int, factor: float, count: int):
 
 @pytest.mark.parametrize("factor", [0.4, 1.0, 3.0])
 @pytest.mark.parametrize("seed", range(5))
-def test_expectations_follow_a_model_with_longer_or_shorter_answers(factor, seed) -> None:
+def test_expectations_follow_longer_and_shorter_answers(factor, seed) -> None:
     calibration = LengthCalibration(TRAINED)
     for probabilities, tokens in true_lengths(seed, factor, 500):
         calibration.learn(probabilities, tokens, NO_LIMIT, AnswerEnd.STOPPED)

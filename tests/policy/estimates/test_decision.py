@@ -46,7 +46,7 @@ def test_certain_prediction_gives_its_level(decision):
         assert decide_level([float(other == level) for other in range(5)], decision) == level
 
 
-def test_equal_costs_give_the_median_and_high_missed_costs_urgency():
+def test_equal_costs_give_median_and_high_ones_urgency():
     torn = (0.3, 0.15, 0.05, 0.1, 0.4)
     assert decide_level(torn, LIKELIEST) == 4
     assert decide_level(torn, SYMMETRIC) == 2
@@ -71,7 +71,7 @@ def test_certain_level_is_taken_as_it_is(probabilities):
 
 
 @given(distributions(), st.floats(0.01, 0.5), st.floats(0.01, 0.5))
-def test_possible_emergency_gets_level_1_or_the_level_before_the_last(probabilities, one, other):
+def test_possible_emergency_gets_level_1_or_last_but_one(probabilities, one, other):
     cuts = tuple(0.5 + cut for cut in range(len(probabilities) - 1)) or (0.5,)
     off, on = (Decision(thresholds=cuts, possible=each) for each in (NEVER, (one, other)))
     level, last = decide_level(probabilities, off), len(probabilities) - 1

@@ -271,7 +271,7 @@ def test_full_prefills_hide_the_fixed_time_of_a_step() -> None:
         assert scale.profile.step(batch) == pytest.approx(DENSE.step(batch), rel=0.05)
 
 
-def test_decodes_tell_nothing_about_prefills_but_the_speed_of_the_engine() -> None:
+def test_decodes_tell_only_engine_speed_about_prefills() -> None:
     """Without any prefill these are thought to be off as much as all the rest."""
     twice = DENSE.scaled(2.0, 2.0, 1.0)
     scale = ProfileScale(DENSE)
@@ -331,7 +331,7 @@ def test_a_lasting_change_is_followed(factor, kinds) -> None:
     assert doubts and scale.certain
 
 
-def test_what_is_not_visited_never_becomes_less_certain_than_at_first() -> None:
+def test_unvisited_cells_stay_as_certain_as_at_first() -> None:
     """Full steps alone, on an engine that is slow now and fast then; then one disturbed step of
     another size."""
     scale, full, single = ProfileScale(DENSE), Batch(decodes=64, context=64_000), Batch(decodes=1)

@@ -99,7 +99,7 @@ def test_doubtful_parts_and_hinted_requests_stay() -> None:
     assert job.level == 0
 
 
-def test_raised_level_outlives_a_new_policy_and_respects_the_cap_of_a_tenant() -> None:
+def test_raised_level_survives_reload_and_respects_tenant_cap() -> None:
     core = make_core()
     job = read(core, "a", Prediction(SURE))
     core.predicted(job, EMERGENCY)

@@ -69,7 +69,7 @@ def test_more_urgent_others_run_beside() -> None:
     assert [job.level for job in held] == [4] * 8
 
 
-def test_the_less_of_the_budget_is_left_the_more_a_step_must_be_worth() -> None:
+def test_required_worth_grows_as_budget_shrinks() -> None:
     protection = Protection(Protect(level=0))
     assert choose(protection, urgent=1, levels=[4] * 15, waiting=20)
     protection.budget.spend(0.9 * protection.budget.total)
@@ -150,7 +150,7 @@ def test_core_pauses_holds_until_steps_agree_with_the_profile() -> None:
     assert core.protection.begin_step(0.2, busy=True)
 
 
-def test_only_the_own_level_protects_and_age_keeps_from_being_held() -> None:
+def test_only_own_level_protects_and_aged_are_not_held() -> None:
     protection = Protection(Protect(level=1))
     aged = make_job(3, request_id="aged")
     aged.aged = 2.0

@@ -81,7 +81,7 @@ def victims(core: SchedulingCore, job, seats: int = 1) -> list[str]:
     return [victim.request_id for victim in chosen]
 
 
-def test_tier_with_takes_seats_preempts_its_own_after_first_token() -> None:
+def test_takes_seats_preempts_own_tier_after_first_token() -> None:
     core = core_with_slo(takes_seats=True)
     seated(core, 0, first_token=False)
     seated(core, 0, first_token=True, preemptions=2)

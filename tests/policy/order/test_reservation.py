@@ -134,7 +134,7 @@ def test_all_jobs_are_admitted_without_reservations() -> None:
     assert not kept.enabled and kept.admits(1, 10**6) and kept.over_limit() is None
 
 
-def test_reservations_of_a_new_policy_count_once_the_capacity_is_known() -> None:
+def test_new_reservations_count_once_capacity_is_known() -> None:
     core = SchedulingCore(parse_policy({"levels": 2, "default_level": 1}), load_profile("default"))
     tiers = [{"name": "a", "reserve": {"seats": 3}}, {"name": "b"}]
     core.adopt(

@@ -146,7 +146,7 @@ def test_no_tenant_exceeds_its_cap_on_top_levels(requests) -> None:
         assert top <= max(5, 0.2 * count)
 
 
-def test_capped_request_stays_down_and_counts_once_its_level_is_known() -> None:
+def test_capped_request_stays_down_and_counts_once() -> None:
     cap = {"share": 0.01}
     core = SchedulingCore(parse_policy({"tenants": {"top": cap}}), load_profile("default"))
 

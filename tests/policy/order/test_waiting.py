@@ -103,7 +103,7 @@ def test_promoted_and_favored_jobs_gain_weight() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.floats(0.01, 100)), max_size=30))
-def test_weighted_order_is_total_and_keeps_the_order_within_a_level(jobs) -> None:
+def test_weighted_order_is_total_and_keeps_levels_in_order(jobs) -> None:
     queue = weighted_queue()
     made = fill(queue, *jobs)
     seconds = dict(zip(made, (seconds for _, seconds in jobs), strict=True))

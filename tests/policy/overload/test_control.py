@@ -162,7 +162,7 @@ def test_dedup_keys_are_separate_per_tenant() -> None:
     assert not world.refused
 
 
-def test_preempted_requests_are_never_replaced_and_never_time_out() -> None:
+def test_preempted_requests_are_not_replaced_nor_timed_out() -> None:
     world = busy({"admission": {"queue": {"requests": 1, "timeout": 5.0}}})
     job = world.running[0]
     world.core.preempt(job, world.core.plan_preemption(job, job.computed), reason="urgent")
@@ -196,7 +196,7 @@ def test_job_with_a_new_level_is_judged_by_that_tier() -> None:
     assert world.refused == {job: Code.OVER_CAPACITY}
 
 
-def test_newer_request_with_the_same_key_takes_the_place_of_a_waiting_one() -> None:
+def test_newer_request_with_same_key_replaces_waiting_one() -> None:
     world = busy({"dedup": {"enabled": True}} | QUEUE_OF_2)
     old, other = world.arrive(1, key="page 7"), world.arrive(1)
     new = world.arrive(1, key="page 7")
@@ -249,7 +249,7 @@ def test_tier_over_its_share_is_refused_only_under_pressure() -> None:
     assert len(world.refused) == 1
 
 
-def test_probabilistic_refusals_grow_with_the_excess_and_are_repeatable() -> None:
+def test_refusals_grow_with_excess_and_are_repeatable() -> None:
     policy = {
         "admission": {"over_share": "probabilistic"},
         "pressure": {"seats": {"warning": 1.0, "critical": 1e9}},
@@ -316,7 +316,7 @@ def test_waiting_requests_of_a_shed_tier_end_with_waiting_end() -> None:
     assert standard in world.control.account.entries
 
 
-def test_retry_after_grows_with_the_queue_and_falls_with_throughput(monkeypatch) -> None:
+def test_retry_after_grows_with_queue_per_throughput(monkeypatch) -> None:
     monkeypatch.setattr(control, "_LONGEST_RETRY", 1e6)
     world = busy({})
     few = world.control.retry_after(2)

@@ -9,7 +9,7 @@ _SPANS = [
 ]
 
 
-def test_chrome_trace_has_a_thread_per_request_and_a_slice_per_seat() -> None:
+def test_chrome_trace_has_thread_per_request_slice_per_seat() -> None:
     trace = chrome_trace(_SPANS, depths=[(1.0, {"urgency 4": 1})])
     events = trace["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]

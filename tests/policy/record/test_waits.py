@@ -82,7 +82,7 @@ def test_pause_counts_as_a_pause_whatever_else_applies() -> None:
     assert parts(ledger, wait) == {(Cause.PAUSED, None): 2, (Cause.TENANT, None): 3}
 
 
-def test_stretch_before_a_reading_that_raised_the_level_was_unread() -> None:
+def test_wait_before_a_raising_prediction_is_unread() -> None:
     ledger = Ledger(has_limits=False)
     ledger.because(Cause.SEAT)
     wait = ledger.begin(2, "")
@@ -93,7 +93,7 @@ def test_stretch_before_a_reading_that_raised_the_level_was_unread() -> None:
     assert parts(ledger, wait) == {(Cause.UNREAD, None): 2, (Cause.SEAT, None): 1}
 
 
-def test_request_that_is_not_ready_counts_so_only_while_it_is_skipped() -> None:
+def test_not_ready_counts_only_while_skipped() -> None:
     ledger = Ledger()
     ledger.because(Cause.SEAT)
     wait, lasting = ledger.begin(2, ""), ledger.begin(2, "")
