@@ -11,7 +11,7 @@ from vllm_semantic_sched.engine.requests.queue import SemanticRequestQueue
 from vllm_semantic_sched.engine.vllm_api import Request, Scheduler
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job, JobState
-from vllm_semantic_sched.policy.orders import End, Orders, PrefillLimits, Victim
+from vllm_semantic_sched.policy.orders import NO_LIMITS, End, Orders, PrefillLimits, Victim
 from vllm_semantic_sched.policy.overload.refusal import DROPPED
 from vllm_semantic_sched.policy.retention import PreemptionKind
 
@@ -146,14 +146,17 @@ class Applier:
         if orders.moved:
             with guard("ordering running requests"):
                 self._place_again(orders.moved)
-        with guard("keeping seats"):
-            self.gate.keep(orders.keep_seats_for, orders.first)
+        if orders.keep_seats_for or orders.first is not None:
+            with guard("keeping seats"):
+                self.gate.keep(orders.keep_seats_for, orders.first)
         if orders.hold:
             with guard("holding less urgent requests"):
                 self._hold(orders.hold)
-        with guard("limiting prefills"):
-            self._limit_prefills(orders.prefills, orders.hold)
-            if orders.protected_prefill:
+        if orders.prefills is not NO_LIMITS:
+            with guard("limiting prefills"):
+                self._limit_prefills(orders.prefills, orders.hold)
+        if orders.protected_prefill:
+            with guard("limiting prefills"):
                 vllm_api.let_prefills_run(self._scheduler)
 
     def end(self, end: End) -> None:

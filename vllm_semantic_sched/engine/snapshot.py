@@ -168,6 +168,6 @@ class VllmSnapshot:
         return self._scheduler.requests[job.request_id]
 
     def _jobs_of(self, requests: Iterable[Request]) -> list[Job]:
-        jobs = self._jobs
-        ids = (request.request_id for request in requests)
-        return [jobs[request_id] for request_id in ids if request_id in jobs]
+        find = self._jobs.get
+        jobs = [find(request.request_id) for request in requests]
+        return [job for job in jobs if job is not None]

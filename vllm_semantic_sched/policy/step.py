@@ -286,6 +286,7 @@ class _Step:
         if newcomer is not None and self._room.holds(newcomer):
             return
         worth = core.seating.worth
+        paced = any([tier.pace is not None for tier in core.policy.all_tiers])
         self._holds = holds.choose(
             protection,
             core.profile,
@@ -293,7 +294,7 @@ class _Step:
             losing=sum(each * core.requests(level) for level, each in enumerate(worth.lost)),
             snapshot=self._snapshot,
             running=self._running_by_urgency(),
-            is_ahead=self._is_ahead_of_reader,
+            is_ahead=self._is_ahead_of_reader if paced else None,
         )
 
     def _is_ahead_of_reader(self, job: Job) -> bool:

@@ -154,7 +154,8 @@ def test_only_own_level_protects_and_aged_are_not_held() -> None:
     protection = Protection(Protect(level=1))
     aged = make_job(3, request_id="aged")
     aged.aged = 2.0
-    assert not protection.protects(aged) and not protection.yields(aged)
+    assert not protection.protects(aged)
+    assert aged.effective_level <= protection.protects_at
     assert protection.protects(make_job(1, request_id="urgent"))
 
 

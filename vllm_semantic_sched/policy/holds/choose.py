@@ -25,7 +25,7 @@ def choose(
     losing: float,
     snapshot: Snapshot,
     running: Sequence[Job],
-    is_ahead: Callable[[Job], bool],
+    is_ahead: Callable[[Job], bool] | None,
 ) -> Holds:
     """Choose running jobs to hold for those that are protected, if one of these gets a token in
     this step: else the step could be empty.
@@ -33,27 +33,36 @@ def choose(
     Args:
         losing: worth of a second of all requests, running and waiting.
         running: those that keep their seats, most urgent first.
-        is_ahead: whether a decode's reader has text for some time.
+        is_ahead: whether a decode's reader has text for some time; None: never.
     """
-    prefilling = snapshot.prefilling
-    certain, gaining = Batch(), 0.0
+    prefilling, protects_at = snapshot.prefilling, protection.protects_at
+    decodes, context, gaining = 0, 0, 0.0  # of the jobs that run in any case
     beneficiary: Job | None = None
     others: list[Job] = []
     ahead: list[Job] = []  # of their readers
     for job in running:
-        decodes, protects = job not in prefilling, protection.protects(job)
-        fast_enough = decodes and is_ahead(job)
-        if decodes and not protects and protection.yields(job):
+        prefills = job in prefilling
+        fast_enough = is_ahead is not None and not prefills and is_ahead(job)
+        # By its own level first, which no call has to tell: all that run are asked in every step.
+        yields = job.level > protects_at and job.effective_level > protects_at
+        if yields and not prefills:
             (ahead if fast_enough else others).append(job)
             continue
-        if decodes:
-            certain.add_decode(job.tokens)
+        if not prefills:
+            decodes += 1
+            context += job.prompt_tokens + job.generated
         if not fast_enough:
             gaining += worth.gained[job.level]
-            if beneficiary is None and protects and snapshot.can_advance(job):
+            if (
+                beneficiary is None
+                and job.level <= protects_at
+                and protection.protects(job)
+                and snapshot.can_advance(job)
+            ):
                 beneficiary = job
     others += ahead  # first to be held
     if beneficiary is None or not others:
         return Holds()
+    certain = Batch(decodes=decodes, context=context)
     held = protection.choose(certain, others, worth.gained, gaining, losing, profile)
     return Holds(held, beneficiary)
