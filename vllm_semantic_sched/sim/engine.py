@@ -141,9 +141,7 @@ class Engine(Accounts):
         self.stale.clear()
         orders = step.step(self.core, self.snapshot(), self.now(), unguarded)
         self._orders = orders
-        moved = [job for job in orders.moved if job not in self.held]
-        self._unchanged = not (orders.end or orders.preempt or orders.hold or moved)
-        self._settled = orders.settled
+        self._unchanged, self._settled = orders.empty, orders.settled
         self._repeating = False
         self._apply(orders)
         if self._settled:
