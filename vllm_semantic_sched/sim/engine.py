@@ -298,7 +298,9 @@ class Engine(Accounts):
         run = self.runs[job]
         if self.in_flight and job not in self.held:
             self.stale.add(job)
-        self.decoding.observe(run)  # its token in flight is not lost
+        if run.offset is not None:
+            job.generated = run.offset + self.decoding.tick  # its token in flight is not lost
+            self.prefixes.enter(run, job.tokens - 1)
         if plan.saved:
             run.swaps += 1
             if not self._saves_beside():
@@ -310,7 +312,7 @@ class Engine(Accounts):
         self.waiting[run.request.level] += 1
         if plan.kind is PreemptionKind.DROP:
             self._end(End(job, DROPPED))
-        else:
+        elif self.in_flight:
             self.core.requeue(job, self.core.waiting)
 
     def _end(self, end: End) -> None:
