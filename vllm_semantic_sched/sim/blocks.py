@@ -26,6 +26,7 @@ class BlockPool:
         return True
 
     def give_back(self, blocks: int) -> None:
+        """Free blocks that `allocate` took. AssertionError if more come back than were taken."""
         self.free += blocks
         assert self.free <= self.total, "more blocks returned than there are"
 
@@ -49,15 +50,15 @@ class PrefixCache:
         block of its last token is computed in any case."""
         while len(self._unused) > self._pool.free:
             self._unused.popitem(last=False)
-        most = (run.job.tokens - 1) // self._pool.block_size
-        found = used = 0
-        for block in run.request.blocks[:most]:
+        last_hit = (run.job.tokens - 1) // self._pool.block_size
+        cached = used = 0
+        for block in run.request.blocks[:last_hit]:
             if block in self._users:
                 used += 1
             elif block not in self._unused:
                 break
-            found += 1
-        return found, used
+            cached += 1
+        return cached, used
 
     def enter(self, run: Run, tokens: int) -> None:
         """The first `tokens` of a request with a seat have KV, or get it in this step. Blocks that

@@ -17,6 +17,8 @@ class Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class StepWork:
+    """What an engine step computes and copies."""
+
     decodes: int = 0  # sequences that get one more token
     context: int = 0  # their tokens together
     longest_context: int = 0  # tokens of the longest, if the cost model uses it

@@ -1,6 +1,7 @@
 """Metrics of a run per urgency level, in the words and formulas of the benchmark, and the queue
 depth over time. Of a finished request two numbers are kept, for the percentiles."""
 
+import itertools
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -68,6 +69,7 @@ class Recorder:
         self._service = TenantService()
 
     def add(self, run: Run) -> None:
+        """Take in a request that has finished or was refused; in the order of finishes."""
         request = run.request
         if run.refused:
             for row in (self._levels[request.level], self._all):
@@ -78,9 +80,17 @@ class Recorder:
             self._service.add(request.tenant, request.arrival, run.finish, request.output_tokens)
         self._finished.extend(
             (
-                *(request.level, request.output_tokens, run.recomputes, run.swaps, run.held),
-                *(run.job.outrun, _CAUSES[run.job.passed]),
-                *(request.arrival, run.started, run.first_token, run.finish),
+                request.level,
+                request.output_tokens,
+                run.recomputes,
+                run.swaps,
+                run.held,
+                run.job.outrun,
+                _CAUSES[run.job.passed],
+                request.arrival,
+                run.started,
+                run.first_token,
+                run.finish,
             )
         )
         if len(self._finished) == _BLOCK * len(_COLUMNS):
@@ -154,13 +164,14 @@ class _Row:
 
     def metrics(self, rows: Sequence[Self]) -> dict[str, float]:
         """Metrics of this row; percentiles are those of the values of `rows`."""
-        sums, finished = self._sums, self.count - self._sums["refused"]
+        sums = self._sums
+        finished = self.count - sums["refused"]
+        # Not defined for one request, or for one burst.
+        arriving = max(self._last_arrival - self._first_arrival, 1e-9)
         row = {
             "count": float(self.count),
             "refused": sums["refused"],
-            # Not defined for one request, or for one burst.
-            "requests_per_second": (self.count - 1)
-            / max(self._last_arrival - self._first_arrival, 1e-9),
+            "requests_per_second": (self.count - 1) / arriving,
         }
         if sums["promised"]:
             row["slo_met"] = sums["kept"] / sums["promised"]
@@ -180,9 +191,11 @@ class _Row:
                 **{name: sums[name] / finished for name in _SEAT_ORDER},
             }
             for name, columns in _PERCENTILES.items():
-                values = np.concatenate([part for other in rows for part in other.values[name]])
-                found = np.percentile(values, list(columns.values()))
-                row |= dict(zip(columns, found.tolist(), strict=True))
+                parts: list[np.ndarray] = []
+                for source in rows:
+                    parts += source.values[name]
+                percentiles = np.percentile(np.concatenate(parts), list(columns.values()))
+                row |= dict(zip(columns, percentiles.tolist(), strict=True))
         return {name: row[name] for name in METRICS if name in row}
 
 
@@ -206,10 +219,10 @@ class TenantService:
     def fairness(self) -> float | None:
         """Jain's index over tenants of output tokens per second in the time in which the tenant had
         requests: 1 if all got the same, 1 / tenants if one got all. None for fewer than two."""
-        rates = [
-            tokens / max(sum(end - begin for begin, end in self._active[tenant]), 1e-9)
-            for tenant, tokens in self._tokens.items()
-        ]
+        rates = []
+        for tenant, tokens in self._tokens.items():
+            seconds = sum(end - begin for begin, end in self._active[tenant])
+            rates.append(tokens / max(seconds, 1e-9))
         return jain_index(rates) if len(rates) > 1 else None
 
 
@@ -222,10 +235,13 @@ def jain_index(values: Sequence[float]) -> float:
 def mean_levels(repeats: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
     """The mean of each metric of each level over the repeats that have it."""
     means: dict[str, dict[str, float]] = {}
-    for level in dict.fromkeys(level for repeat in repeats for level in repeat):
+    for level in dict.fromkeys(itertools.chain(*repeats)):
         rows = [repeat[level] for repeat in repeats if level in repeat]
-        each = {name: [row[name] for row in rows if name in row] for name in METRICS}
-        means[level] = {name: float(np.mean(values)) for name, values in each.items() if values}
+        means[level] = {}
+        for name in METRICS:
+            values = [row[name] for row in rows if name in row]
+            if values:
+                means[level][name] = float(np.mean(values))
     return means
 
 

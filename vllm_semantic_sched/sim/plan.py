@@ -36,6 +36,8 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
+    """What a scheduler needs or can hold, with all trials that led to it."""
+
     scheduler: str
     question: Question
     best: Trial | None  # None if no trial holds
@@ -67,7 +69,8 @@ def answer(task: tuple[Scenario, str, Question]) -> Answer:
     else:
         best = fewest_engines(lambda engines: attempt(engines=engines))
     trials, spans = zip(*tried, strict=True)
-    return Answer(scheduler, question, best, trials, spans[0] if question == "now" else ())
+    spans_of_now = spans[0] if question == "now" else ()
+    return Answer(scheduler, question, best, trials, spans_of_now)
 
 
 def _try(
@@ -97,31 +100,43 @@ def holds(levels: dict[str, dict[str, float]], slos: Sequence[Slo]) -> bool:
 
 def largest_load(attempt: Callable[[float], Trial]) -> Trial | None:
     """The trial with the largest load that holds; None if even the smallest load fails."""
-    best, worst = attempt(1.0), None
-    while not best.holds:
-        if best.load <= 1 / _LOAD_RANGE:
+    holding = attempt(1.0)
+    failing: Trial | None = None
+    while not holding.holds:
+        if holding.load <= 1 / _LOAD_RANGE:
             return None
-        worst, best = best, attempt(best.load / 2)
-    while worst is None:
-        if best.load >= _LOAD_RANGE:
-            return best
-        further = attempt(best.load * 2)
-        best, worst = (further, None) if further.holds else (best, further)
-    while worst.load / best.load > _TOLERANCE:
-        middle = attempt(math.sqrt(best.load * worst.load))
-        best, worst = (middle, worst) if middle.holds else (best, middle)
-    return best
+        failing = holding
+        holding = attempt(holding.load / 2)
+    while failing is None:
+        if holding.load >= _LOAD_RANGE:
+            return holding
+        further = attempt(holding.load * 2)
+        if further.holds:
+            holding = further
+        else:
+            failing = further
+    while failing.load / holding.load > _TOLERANCE:
+        middle = attempt(math.sqrt(holding.load * failing.load))
+        if middle.holds:
+            holding = middle
+        else:
+            failing = middle
+    return holding
 
 
 def fewest_engines(attempt: Callable[[int], Trial]) -> Trial | None:
     """The trial with the fewest engines that holds; None if `MOST_ENGINES` engines fail."""
-    best, short = attempt(1), 0
+    best = attempt(1)
+    too_few = 0
     while not best.holds:
         if best.engines >= MOST_ENGINES:
             return None
-        short = best.engines
-        best = attempt(short * 2)
-    while best.engines - short > 1:
-        middle = attempt((best.engines + short) // 2)
-        best, short = (middle, short) if middle.holds else (best, middle.engines)
+        too_few = best.engines
+        best = attempt(too_few * 2)
+    while best.engines - too_few > 1:
+        middle = attempt((best.engines + too_few) // 2)
+        if middle.holds:
+            best = middle
+        else:
+            too_few = middle.engines
     return best

@@ -1,5 +1,6 @@
 """A model of the predictor and of the instant reader: predictions, and when they arrive."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -18,7 +19,7 @@ from vllm_semantic_sched.sim.workload import Workload
 class Predictions:
     """The prediction for each request, None for a text that is not read, and their buckets."""
 
-    each: Sequence[Prediction | None]
+    by_request: Sequence[Prediction | None]
     buckets: LengthBuckets
 
 
@@ -52,13 +53,16 @@ def draw_predictions(
     count = len(buckets.means)
     true_buckets = np.searchsorted(buckets.edges, workload.outputs, side="right")
     lengths = mistaken(true_buckets, count, model.length_error, rng, clipped)
-    by_length = [_peaked(bucket, count, doubt) for bucket in range(count)]
-    by_level = [
-        [Prediction(_peaked(level, levels, doubt), one, instant=doubt > 0) for one in by_length]
-        for level in range(levels)
-    ]
-    pairs = zip(predicted.tolist(), lengths.tolist(), strict=True)
-    return Predictions([by_level[level][length] for level, length in pairs], buckets)
+    # Requests of a predicted level and bucket share one object.
+    by_class: dict[tuple[int, int], Prediction] = {}
+    for level, bucket in itertools.product(range(levels), range(count)):
+        by_class[level, bucket] = Prediction(
+            urgency=_peaked(level, levels, doubt),
+            length=_peaked(bucket, count, doubt),
+            instant=doubt > 0,
+        )
+    classes = zip(predicted.tolist(), lengths.tolist(), strict=True)
+    return Predictions([by_class[level, bucket] for level, bucket in classes], buckets)
 
 
 def mistaken(
@@ -81,8 +85,10 @@ def mistaken(
     higher = np.minimum(classes + steps, count - 1)
     lower = np.maximum(classes - steps, 0)
     if not clipped:
-        up = np.where(higher == classes, False, np.where(lower == classes, True, up))
-    return np.where(wrong, np.where(up, higher, lower), classes)
+        up[lower == classes] = True
+        up[higher == classes] = False
+    mistakes = np.where(up, higher, lower)
+    return np.where(wrong, mistakes, classes)
 
 
 def make_buckets(model: PredictorModel, lengths: Sequence[int] | np.ndarray) -> LengthBuckets:
@@ -93,13 +99,11 @@ def make_buckets(model: PredictorModel, lengths: Sequence[int] | np.ndarray) -> 
     edges = sorted({max(1, int(edge)) for edge in wanted})
     values = np.asarray(lengths, dtype=float)
     places = np.searchsorted(edges, values, side="right")
-    lows, highs = [0, *edges], [*edges, max(longest, edges[-1] if edges else 0) + 1]
-    means = [
-        float(values[places == bucket].mean())
-        if np.any(places == bucket)
-        else (lows[bucket] + highs[bucket]) / 2
-        for bucket in range(len(edges) + 1)
-    ]
+    bounds = [0, *edges, max([longest, *edges]) + 1]
+    means = []
+    for bucket, (low, high) in enumerate(itertools.pairwise(bounds)):
+        members = values[places == bucket]
+        means.append(float(members.mean()) if len(members) else (low + high) / 2)
     return LengthBuckets(tuple(edges), tuple(means))
 
 
@@ -175,10 +179,12 @@ class PredictorQueue:
         self._events.at(self._events.now + seconds, Order.PREDICTOR, done)
 
     def _largest_batch(self) -> int:
-        most, each = self._policy.max_batch, self._model.latency_per_request
-        if self._policy.mode == "full_batching" or not each:
-            return most
-        return min(most, max(1, int((self._policy.max_pass - self._model.latency) / each)))
+        largest = self._policy.max_batch
+        seconds = self._model.latency_per_request
+        if self._policy.mode == "full_batching" or not seconds:
+            return largest
+        in_a_pass = int((self._policy.max_pass - self._model.latency) / seconds)
+        return min(largest, max(1, in_a_pass))
 
     def _due(self) -> bool:
         if self._policy.mode == "immediate" or self._draining:

@@ -49,5 +49,13 @@ class Run:
 
     def span(self, start: float, end: float, kind: str, held: float = 0.0) -> Span:
         """A part of its time in the engine, see `Span`."""
-        own = self.request
-        return Span(own.index, own.level, own.arrival, start, end, kind, self.engine, held)
+        return Span(
+            request=self.request.index,
+            level=self.request.level,
+            arrival=self.request.arrival,
+            start=start,
+            end=end,
+            end_kind=kind,
+            engine=self.engine,
+            held=held,
+        )

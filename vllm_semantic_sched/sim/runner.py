@@ -1,5 +1,6 @@
 """Runs all cells of a scenario in any number of processes, with the same result."""
 
+import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -21,6 +22,8 @@ _FOLLOWED = 200  # first requests whose times in seats are kept
 
 @dataclass(frozen=True, slots=True)
 class Task:
+    """One run of a scheduler; `repeat` counts from 0."""
+
     scenario: Scenario
     scheduler: str
     repeat: int
@@ -40,16 +43,18 @@ class Cell:
 
 def tasks_of(scenarios: Sequence[Scenario]) -> list[Task]:
     """All runs, in the order of the results."""
-    return [
-        Task(scenario, scheduler, repeat)
-        for scenario in scenarios
-        for scheduler in scenario.policies
-        for repeat in range(scenario.settings.repeats)
-    ]
+    tasks = []
+    for scenario in scenarios:
+        for scheduler in scenario.policies:
+            for repeat in range(scenario.settings.repeats):
+                tasks.append(Task(scenario, scheduler, repeat))
+    return tasks
 
 
 def run_task(task: Task) -> Cell:
-    scenario, first = task.scenario, task.repeat == 0
+    """Simulate one run. Only the first repeat records the queue depth and the spans."""
+    scenario = task.scenario
+    first = task.repeat == 0
     recorder = Recorder(scenario.slos(task.scheduler))
     depth = DepthHistory(scenario.policies[task.scheduler].levels) if first else None
     spans: dict[int, list[Span]] = {}
@@ -60,15 +65,21 @@ def run_task(task: Task) -> Cell:
             spans[run.request.index] = run.spans
 
     simulate(
-        *(scenario, task.scheduler, task.repeat),
+        scenario,
+        task.scheduler,
+        task.repeat,
         keep_seats=first,
         finished=finished,
         depth=depth,
         given=task.given,
     )
-    in_order = tuple(span for _, each in sorted(spans.items()) for span in each)
-    points = depth.points() if depth else []
-    return Cell(recorder.levels(), points, in_order, scenario.point, task.scheduler)
+    return Cell(
+        levels=recorder.levels(),
+        depth=depth.points() if depth else [],
+        spans=tuple(itertools.chain(*(spans[index] for index in sorted(spans)))),
+        point=scenario.point,
+        scheduler=task.scheduler,
+    )
 
 
 def mapped(work: Callable[[T], R], tasks: Sequence[T], workers: int) -> Iterator[R]:
@@ -90,6 +101,6 @@ def cells_of(tasks: Sequence[Task], runs: Sequence[Cell]) -> list[Cell]:
     # The repeats of a cell follow each other.
     for _, group in groupby(pairs, lambda pair: (id(pair[0].scenario), pair[0].scheduler)):
         repeats = [cell for _, cell in group]
-        levels = mean_levels([one.levels for one in repeats])
+        levels = mean_levels([cell.levels for cell in repeats])
         cells.append(replace(repeats[0], levels=levels))
     return cells

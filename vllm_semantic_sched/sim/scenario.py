@@ -38,7 +38,9 @@ def load_scenarios(
     """Read a scenario file and expand its sweep; `changes` replace fields by dotted names.
     PolicyError if the file is missing, is not YAML, or is invalid in a cell."""
     data, source = read_config(name_or_path, kind="scenario")
-    return parse_scenarios({} if data is None else data, source, changes)
+    if data is None:  # an empty file
+        data = {}
+    return parse_scenarios(data, source, changes)
 
 
 def parse_scenarios(
@@ -96,8 +98,9 @@ def _cell(data: dict[str, Any], point: dict[str, Any], source: str) -> Scenario:
     by_level: list[tuple[str, Sequence[object]]] = [
         ("workload.mix", settings.workload.mix),
         ("slos", settings.slos),
-        *(("predictor.confusion", entries) for entries in (confusion, *confusion)),
+        ("predictor.confusion", confusion),
     ]
+    by_level += [("predictor.confusion", row) for row in confusion]
     (count,) = levels
     for field, entries in by_level:
         if len(entries) not in (0, count):
@@ -121,9 +124,12 @@ def _policy(name: str, content: dict[str, Any], settings: Settings, source: str)
     if base is not None:
         data, file = read_config(base, kind="policy")
         where = f"{where} ({file})"
+    data = data or {}
     # fcfs stands for vLLM's own scheduler, which reads no policy.
-    overrides = settings.overrides if (data or {}).get("base", keys.get("base")) != "fcfs" else {}
-    policy = parse_policy(_merged(_merged(data or {}, overrides), keys), where)
+    is_stock = data.get("base", keys.get("base")) == "fcfs"
+    if not is_stock:
+        data = _merged(data, settings.overrides)
+    policy = parse_policy(_merged(data, keys), where)
     return policy.in_stock_order() if policy.observe else policy
 
 

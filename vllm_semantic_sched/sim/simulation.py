@@ -30,7 +30,10 @@ from vllm_semantic_sched.sim.workload import Workload, draw_workload
 
 Given = tuple[Workload, Predictions]
 
-_WORKLOAD_STREAM, _PREDICTOR_STREAM, _INSTANT_STREAM = 1, 2, 3
+# Second part of the seeds of the random generators, which must not depend on each other.
+_WORKLOAD_STREAM = 1
+_PREDICTOR_STREAM = 2
+_INSTANT_STREAM = 3
 
 
 def simulate(
@@ -47,20 +50,28 @@ def simulate(
     """Run one scheduler on the draw of the workload of a repeat, the same for all schedulers.
     WorkloadError if a trace cannot be read or a request does not fit into the engine.
     """
-    settings, policy = scenario.settings, scenario.policies[scheduler]
+    settings = scenario.settings
+    model = settings.predictor
+    policy = scenario.policies[scheduler]
+    levels = policy.levels
 
     def random(stream: int) -> np.random.Generator:
         return np.random.default_rng([settings.seed + repeat, stream])
 
-    levels, model = policy.levels, settings.predictor
     if given is None:
-        drawn = draw_workload(settings.workload, levels, random(_WORKLOAD_STREAM))
-        given = drawn, draw_predictions(model, drawn, levels, random(_PREDICTOR_STREAM))
-    workload, predictions = given
-    instant = draw_instant(model, workload, levels, random(_INSTANT_STREAM))
-    router = Router(settings.engine.routing, settings.engine.replicas, levels)
+        workload = draw_workload(settings.workload, levels, random(_WORKLOAD_STREAM))
+        predictions = draw_predictions(model, workload, levels, random(_PREDICTOR_STREAM))
+    else:
+        workload, predictions = given
     simulation = Simulation(
-        *(scenario, workload, predictions, instant, router, finished, before_step, depth)
+        scenario=scenario,
+        workload=workload,
+        predictions=predictions,
+        instant=draw_instant(model, workload, levels, random(_INSTANT_STREAM)),
+        router=Router(settings.engine.routing, settings.engine.replicas, levels),
+        finished=finished,
+        before_step=before_step,
+        depth=depth,
     )
     for _ in range(settings.engine.replicas):
         replica = _Replica(policy, simulation, keep_seats)
@@ -116,6 +127,7 @@ class Simulation:
         self._longest = int(self.workload.outputs.max(initial=1))  # tokens of an answer
 
     def note_depth(self) -> None:
+        """Record the number of waiting requests per level, over all engines, if wanted."""
         if self.depth is not None:
             waiting = [replica.engine.waiting for replica in self.replicas]
             self.depth.record(self.events.now, list(map(sum, zip(*waiting, strict=True))))
@@ -123,7 +135,10 @@ class Simulation:
     def done(self, run: Run) -> None:
         """Record that a request is finished or refused."""
         self.router.leave(self.placed.pop(run.request.index))
-        (self.finished or self.runs.append)(run)
+        if self.finished is None:
+            self.runs.append(run)
+        else:
+            self.finished(run)
 
     def expect(self, index: int) -> None:
         """Schedule the arrival of a request."""
@@ -133,20 +148,25 @@ class Simulation:
     def _arrive(self, index: int) -> None:
         request = self.workload.request(index)
         settings = self.scenario.settings
-        policy = self.replicas[0].core.policy
+        any_core = self.replicas[0].core  # all have the same policy
+        policy = any_core.policy
         stated = request.hint
         if stated is None and settings.workload.hints:
             stated = request.level
-        hint = self.replicas[0].core.read_hints(None if stated is None else {"urgency": stated}, 0)
+        hint = any_core.read_hints({} if stated is None else {"urgency": stated}, 0)
         reads = policy.reads(hinted=hint.level is not None)
-        prediction = self.predictions.each[index] if reads else None
+        prediction = self.predictions.by_request[index] if reads else None
         awaits = prediction is not None
-        instant = self.instant.each[index] if awaits and self.instant is not None else None
+        instant = None
+        if awaits and self.instant is not None:
+            instant = self.instant.by_request[index]
         placed = self.placed[index] = self.router.choose(reading_level(policy, hint, instant))
         replica = self.replicas[placed.engine]
         # One limit for all clients must not tell the policy the length of an answer.
         limit = request.output_tokens if settings.workload.limits else self._longest
-        exact = request.shortest and request.shortest == request.limit
+        # An answer that must reach its limit is exactly as long.
+        exact = request.shortest > 0 and request.shortest == request.limit
+        stated_length = StatedLength(request.shortest, request.shortest if exact else None)
         job = replica.core.draft(
             str(index),
             prompt_tokens=request.prompt_tokens,
@@ -155,7 +175,7 @@ class Simulation:
             awaits_prediction=awaits,
             tenant=request.tenant,
             provisional=instant,
-            stated=StatedLength(request.shortest, request.shortest if exact else None),
+            stated=stated_length,
         )
         if settings.predictor.hold:
             replica.core.arrive(job, request.arrival)
@@ -167,21 +187,27 @@ class Simulation:
         if index + 1 < len(self.workload):
             self.expect(index + 1)
         else:
-            for each in self.replicas:
-                each.predictor.drain()
+            for replica in self.replicas:
+                replica.predictor.drain()
 
 
 class _Replica:
     """One of several engines at work: takes requests and steps while there is something to do."""
 
     def __init__(self, policy: Policy, simulation: Simulation, keep_seats: bool) -> None:
-        scenario, settings = simulation.scenario, simulation.scenario.settings
+        scenario = simulation.scenario
+        settings = scenario.settings
         events = self._events = simulation.events
         self.core = SchedulingCore(policy, scenario.assumed_profile, clock=lambda: events.now)
         if policy.reads(hinted=False):
             self.core.estimates.buckets = simulation.predictions.buckets
         self.engine = Engine(
-            self.core, settings.engine, scenario.profile, keep_seats, simulation.done, settings.seed
+            self.core,
+            settings.engine,
+            scenario.profile,
+            keep_seats,
+            simulation.done,
+            settings.seed,
         )
         self.predictor = PredictorQueue(
             events, policy.predictor, settings.predictor, self._predicted
@@ -231,7 +257,9 @@ class _Replica:
             self._simulation.done(run)
 
     def _skip_steps(self) -> None:
-        events, ends, simulation = self._events, self._ends, self._simulation
+        events = self._events
+        ends = self._ends
+        simulation = self._simulation
         coming = ends[0] - events.now if ends else 0.0
         steps, seconds, left = self.engine.skip_steps(events.quiet - coming)
         if steps:
@@ -244,8 +272,12 @@ class _Replica:
     def _begun(self) -> bool:
         """Begin steps, as many as the engine has at a time; whether any is in flight."""
         ends = self._ends
-        while len(ends) < self._depth and (seconds := self._decided()) is not None:
-            ends.append((ends[-1] if ends else self._events.now) + seconds)
+        while len(ends) < self._depth:
+            seconds = self._decided()
+            if seconds is None:
+                break
+            begin = ends[-1] if ends else self._events.now
+            ends.append(begin + seconds)
         self._busy = bool(ends)
         return self._busy
 
@@ -270,7 +302,8 @@ class _Replica:
         its arrival."""
         if not self._arrived:
             return 0
-        arrived, self._arrived = self._arrived, []
+        arrived = self._arrived
+        self._arrived = []
         for run in arrived:
             if self._settings.predictor.hold:  # known before the request arrives at the queue
                 self.core.predicted(run.job, run.prediction)

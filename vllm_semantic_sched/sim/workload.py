@@ -38,15 +38,17 @@ class Workload:
         return len(self.arrivals)
 
     def request(self, index: int) -> SimRequest:
+        """The request at a place in the order of arrival, from 0."""
         if self.recorded:
             return self.recorded[index]
+        tenant = "" if self.tenants is None else f"tenant {self.tenants[index]}"
         return SimRequest(
             index,
-            float(self.arrivals[index]),
-            int(self.levels[index]),
-            int(self.prompts[index]),
-            int(self.outputs[index]),
-            "" if self.tenants is None else f"tenant {self.tenants[index]}",
+            arrival=float(self.arrivals[index]),
+            level=int(self.levels[index]),
+            prompt_tokens=int(self.prompts[index]),
+            output_tokens=int(self.outputs[index]),
+            tenant=tenant,
         )
 
 
@@ -54,14 +56,18 @@ def draw_workload(model: WorkloadModel, levels: int, rng: np.random.Generator) -
     """Draw the requests of a run, or read them from a trace. WorkloadError if it cannot be read."""
     if model.arrivals in ("jsonl", "azure"):
         rows = _read_trace(model, levels)
-        drawn = draw_levels(model.mix, levels, len(rows), rng)
-        known = np.array([drawn[i] if r.level is None else r.level for i, r in enumerate(rows)])
-        times, prompts, outputs = np.array([row[:3] for row in rows]).T
+        true_levels = draw_levels(model.mix, levels, len(rows), rng)
+        for index, row in enumerate(rows):
+            if row.level is not None:
+                true_levels[index] = row.level
+        times = np.array([row.arrival for row in rows])
         arrivals = times - times[0]
+        prompts = np.array([row.prompt_tokens for row in rows])
+        outputs = np.array([row.output_tokens for row in rows])
     else:
         arrivals = _draw_arrivals(model, rng)
         count = len(arrivals)
-        known = draw_levels(model.mix, levels, count, rng)
+        true_levels = draw_levels(model.mix, levels, count, rng)
         prompts = _draw_lengths(model.prompt, count, rng)
         outputs = _draw_lengths(model.output, count, rng)
     tenants = None
@@ -70,7 +76,7 @@ def draw_workload(model: WorkloadModel, levels: int, rng: np.random.Generator) -
         tenants = rng.choice(len(weights), len(arrivals), p=weights / weights.sum())
     return Workload(
         arrivals / model.speed,
-        known.astype(np.int8),
+        true_levels.astype(np.int8),
         prompts.astype(np.int32),
         outputs.astype(np.int32),
         tenants,
@@ -90,7 +96,8 @@ def _draw_arrivals(model: WorkloadModel, rng: np.random.Generator) -> np.ndarray
 
 def _draw_bursts(model: WorkloadModel, rng: np.random.Generator) -> np.ndarray:
     """Burst sizes are uniform from 0 to `max_burst`, as in the authors' simulator."""
-    total, above = model.requests, model.max_burst + 1
+    total = model.requests
+    above = model.max_burst + 1
     if model.bursts is not None:
         sizes = rng.integers(0, above, model.bursts)
     else:
@@ -149,12 +156,12 @@ def _read_trace(model: WorkloadModel, levels: int) -> list[_TraceRow]:
         path = Path(model.path).expanduser()
         rows = _json_rows(path, levels)
     try:
-        found = list(itertools.islice(rows, model.requests))
+        first = list(itertools.islice(rows, model.requests))
     except OSError as error:
         raise WorkloadError(f"trace {path}: {error.strerror}") from error
-    if not found:
+    if not first:
         raise WorkloadError(f"trace {path}: has no requests")
-    return sorted(found, key=lambda row: row.arrival)
+    return sorted(first, key=lambda row: row.arrival)
 
 
 def _json_rows(path: Path, levels: int) -> Iterator[_TraceRow]:
@@ -167,10 +174,10 @@ def _json_rows(path: Path, levels: int) -> Iterator[_TraceRow]:
                 record = json.loads(line)
                 level = record.get("level")
                 row = _TraceRow(
-                    float(record["arrival"]),
-                    int(record["prompt_tokens"]),
-                    int(record["output_tokens"]),
-                    None if level is None else int(level),
+                    arrival=float(record["arrival"]),
+                    prompt_tokens=int(record["prompt_tokens"]),
+                    output_tokens=int(record["output_tokens"]),
+                    level=None if level is None else int(level),
                 )
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise WorkloadError(
@@ -191,10 +198,10 @@ def _azure_rows(path: Path) -> Iterator[_TraceRow]:
                 # The file has seven digits of a second, datetime takes six.
                 time = datetime.fromisoformat(record["TIMESTAMP"][:26])
                 yield _TraceRow(
-                    (time - _EPOCH).total_seconds(),
-                    max(1, int(record["ContextTokens"])),
-                    max(1, int(record["GeneratedTokens"])),
-                    None,
+                    arrival=(time - _EPOCH).total_seconds(),
+                    prompt_tokens=max(1, int(record["ContextTokens"])),
+                    output_tokens=max(1, int(record["GeneratedTokens"])),
+                    level=None,
                 )
             except (ValueError, KeyError, TypeError) as error:
                 raise WorkloadError(f"trace {path}, line {number}: {error!r}") from error
