@@ -30,11 +30,15 @@ def model_hash(path: str | None) -> str:
     """Twelve hex digits of a model's files (`path` None: the shipped one); empty without files."""
     folder = SHIPPED_WEIGHTS if path is None else Path(path)
     names = ("config.json", *WEIGHTS_FILES.values(), "instant.npz")
-    paths = (part / name for part in (folder, folder / SECOND) for name in names)
-    files, digest = [one for one in paths if one.is_file()], hashlib.sha256()
-    for one in files:
-        digest.update(one.read_bytes())
-    return digest.hexdigest()[:12] if files else ""
+    digest = hashlib.sha256()
+    has_files = False
+    for part in (folder, folder / SECOND):
+        for name in names:
+            file = part / name
+            if file.is_file():
+                has_files = True
+                digest.update(file.read_bytes())
+    return digest.hexdigest()[:12] if has_files else ""
 
 
 def buckets_of(settings: dict[str, Any]) -> LengthBuckets:

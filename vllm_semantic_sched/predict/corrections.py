@@ -13,6 +13,8 @@ _LARGEST = 10_000_000  # bytes, about 60,000 corrections; then the file is renam
 
 
 class Correction(NamedTuple):
+    """A level that an operator has corrected, as one line of the file."""
+
     time: float  # Unix
     probabilities: tuple[float, ...]  # as predicted, one per level
     level: int  # at which the request was served
@@ -46,15 +48,15 @@ def read_corrections(path: Path) -> list[Correction]:
 
 def parse_corrections(entries: Iterable[Any]) -> list[Correction]:
     """Corrections from a file's or a server's objects. ValueError names one that is none."""
-    found = []
+    corrections = []
     for number, entry in enumerate(entries, 1):
         try:
-            one = Correction(**entry)
-            one = one._replace(probabilities=tuple(map(float, one.probabilities)))
+            correction = Correction(**entry)
+            probabilities = tuple(map(float, correction.probabilities))
         except TypeError as error:
             raise ValueError(f"correction {number}: {error}") from error
-        last = len(one.probabilities) - 1
-        if last < 1 or not (one.level >= 0 and 0 <= one.corrected <= last):
+        last = len(probabilities) - 1
+        if last < 1 or not (correction.level >= 0 and 0 <= correction.corrected <= last):
             raise ValueError(f"correction {number}: its levels do not fit its probabilities")
-        found.append(one)
-    return found
+        corrections.append(correction._replace(probabilities=probabilities))
+    return corrections

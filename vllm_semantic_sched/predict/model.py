@@ -18,8 +18,12 @@ from vllm_semantic_sched.predict.weights import load_network, load_second
 from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_pieces, cut_text, unreadable
 
 _BATCH = 32
-# Chosen by validation and test texts: bounds of `is_doubtful`, the second's weight in `_mean`.
-_LIKELY, _POSSIBLE, _RAISING, _LOWERING = 0.3, 0.01, 0.8, 0.65
+# Chosen by validation and test texts. Bounds of `is_doubtful`:
+_LIKELY = 0.3
+_POSSIBLE = 0.01
+# The second network's weight in `_mean`, where it is more and where it is less urgent:
+_RAISING = 0.8
+_LOWERING = 0.65
 
 # From ids and mask, both (batch, tokens), to urgency logits (batch, levels) and length logits
 # (batch, buckets) or None.
@@ -37,7 +41,7 @@ class WindowTokenizer:
         # Found by tokenizing, which works for [CLS] ... [SEP], <s> ... </s>, and none.
         plain = self._ids(["a"], special=False)[0]
         framed = self._ids(["a"], special=True)[0]
-        start = next((at for at in range(len(framed)) if framed[at : at + len(plain)] == plain), 0)
+        start = _index_of(plain, framed)
         self._prefix = framed[:start]
         self._suffix = framed[start + len(plain) :]
         self._room = window - len(self._prefix) - len(self._suffix)
@@ -114,10 +118,10 @@ class TextPredictor:
         return cls(
             _calibrated(network),
             WindowTokenizer(tokenizer, int(settings.get("window", DEFAULT_WINDOW))),
-            network.config.num_labels,
-            buckets_of(settings),
-            unreadable,
-            second and _calibrated(second),
+            levels=network.config.num_labels,
+            length_buckets=buckets_of(settings),
+            _guard=unreadable,
+            _second=None if second is None else _calibrated(second),
         )
 
     @classmethod
@@ -144,45 +148,71 @@ class TextPredictor:
         def urgency_only(ids: Tensor, mask: Tensor) -> tuple[Tensor, None]:
             return model(input_ids=ids, attention_mask=mask).logits, None
 
-        return cls(urgency_only, WindowTokenizer(tokenizer, window), len(labels), None)
+        return cls(
+            urgency_only,
+            WindowTokenizer(tokenizer, window),
+            levels=len(labels),
+            length_buckets=None,
+        )
 
     def predict(self, texts: Sequence[str]) -> list[Prediction]:
         """One prediction per text, in the same order; any string is accepted."""
         read = self._tokenizer.cut(texts)
         rows = self._tokenizer.encode_cut(read)
-        found = self._read(self._classifier, rows)
+        readings = self._read(self._classifier, rows)
         if self._second is not None:
-            doubtful = [at for at, (urgency, _) in enumerate(found) if is_doubtful(urgency)]
-            again = self._read(self._second, [rows[at] for at in doubtful])
-            for at, (other, _) in zip(doubtful, again, strict=True):
-                urgency, length = found[at]
-                found[at] = _mean(urgency, other), length
-        return [Prediction(*one, self._guard(text)) for one, text in zip(found, read, strict=True)]
+            doubtful = [
+                index for index, (urgency, _) in enumerate(readings) if is_doubtful(urgency)
+            ]
+            second = self._read(self._second, [rows[index] for index in doubtful])
+            for index, (second_urgency, _) in zip(doubtful, second, strict=True):
+                urgency, length = readings[index]
+                readings[index] = _mean(urgency, second_urgency), length
+        predictions = []
+        for (urgency, length), text in zip(readings, read, strict=True):
+            predictions.append(Prediction(urgency, length, unreadable=self._guard(text)))
+        return predictions
 
     def _read(self, classifier: _Classifier, rows: Sequence[Sequence[int]]) -> list[_Reading]:
         # Texts of similar length share a batch, which saves padding.
-        order = sorted(range(len(rows)), key=lambda at: len(rows[at]))
-        found: dict[int, _Reading] = {}
+        order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+        readings: dict[int, _Reading] = {}
         with torch.inference_mode():
             for start in range(0, len(order), _BATCH):
                 batch = order[start : start + _BATCH]
-                urgency, length = classifier(*self._tokenizer.pad([rows[at] for at in batch]))
-                lengths = [None] * len(batch) if length is None else _probabilities(length)
-                found |= zip(batch, zip(_probabilities(urgency), lengths, strict=True), strict=True)
-        return [found[at] for at in range(len(rows))]
+                ids, mask = self._tokenizer.pad([rows[index] for index in batch])
+                urgency_logits, length_logits = classifier(ids, mask)
+                urgencies = _probabilities(urgency_logits)
+                lengths: Sequence[tuple[float, ...] | None]
+                if length_logits is None:
+                    lengths = [None] * len(batch)
+                else:
+                    lengths = _probabilities(length_logits)
+                for index, urgency, length in zip(batch, urgencies, lengths, strict=True):
+                    readings[index] = (urgency, length)
+        return [readings[index] for index in range(len(rows))]
+
+
+def _index_of(part: list[int], row: list[int]) -> int:
+    """The place at which `part` first stands in `row`; 0 if nowhere."""
+    for start in range(len(row)):
+        if row[start : start + len(part)] == part:
+            return start
+    return 0
 
 
 def is_doubtful(urgency: Sequence[float]) -> bool:
     """Whether a text is likely urgent (levels 0 and 1) and possibly of the last level, or the other
     way round: there a network errs most often, and two networks seldom make the same mistake."""
-    ends = sum(urgency[:2]), urgency[-1]
-    return max(ends) > _LIKELY and min(ends) > _POSSIBLE
+    urgent = sum(urgency[:2])
+    last = urgency[-1]
+    return max(urgent, last) > _LIKELY and min(urgent, last) > _POSSIBLE
 
 
-def _mean(one: Sequence[float], other: Sequence[float]) -> tuple[float, ...]:
+def _mean(first: Sequence[float], second: Sequence[float]) -> tuple[float, ...]:
     """The weighted geometric mean: raising a text wrongly costs less than lowering it wrongly."""
-    weight = _RAISING if sum(one[:2]) < one[-1] else _LOWERING
-    means = [a ** (1 - weight) * b**weight for a, b in zip(one, other, strict=True)]
+    weight = _RAISING if sum(first[:2]) < first[-1] else _LOWERING
+    means = [a ** (1 - weight) * b**weight for a, b in zip(first, second, strict=True)]
     total = sum(means)
     return tuple(mean / total for mean in means)
 
@@ -192,11 +222,12 @@ def _calibrated(network: UrgencyLengthClassifier) -> _Classifier:
     # Int8 products are no faster on full batches and move texts to other levels.
     if has_bfloat16():
         network.distilbert.to(torch.bfloat16)
-    urgent, long = network.config.temperature, network.config.length_temperature
+    urgency_temperature = network.config.temperature
+    length_temperature = network.config.length_temperature
 
     def classify(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         urgency, length = network(ids, mask)
-        return urgency / urgent, length / long
+        return urgency / urgency_temperature, length / length_temperature
 
     return classify
 

@@ -35,7 +35,8 @@ class UrgencyLengthClassifier(DistilBertForSequenceClassification):
 
     def make_length_head(self, kind: Literal["deep", "linear"]) -> None:
         """Replace the length head by an untrained one; the linear one is of zeros."""
-        dim, buckets = self.config.dim, len(self.config.length_bucket_means)
+        dim = self.config.dim
+        buckets = len(self.config.length_bucket_means)
         self.config.length_head = kind
         self.length_words = None
         if kind == "linear":

@@ -25,14 +25,22 @@ def parts_of(text: str) -> list[str]:
     seen = int(room * _BYTES / 2)
     if len(data) < 2 * seen + _LEAST:
         return []
-    edge, size = int(_FRAMING * _BYTES), int((room - 2 * _FRAMING) * _BYTES)
+    edge = int(_FRAMING * _BYTES)
+    size = int((room - 2 * _FRAMING) * _BYTES)
+    beginning = _text(data[:edge])
+    end = _text(data[-edge:])
     starts = range(seen, len(data) - seen, size - _OVERLAP)[:MOST_PARTS]
-    parts = ((data[:edge], data[start : start + size], data[-edge:]) for start in starts)
-    return [" ".join(piece.decode("utf-8", "ignore") for piece in part) for part in parts]
+    return [f"{beginning} {_text(data[start : start + size])} {end}" for start in starts]
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "ignore")  # a cut may split a character
 
 
 @dataclass(eq=False)
 class Look:
+    """A second look at the prompt of one request."""
+
     request_id: str
     level: int  # lower after a part has raised it
     text: Callable[[], str]  # gives the prompt
@@ -60,7 +68,8 @@ class SecondLooks(AddressableHeap[Look]):
 
     def cancel(self, request_id: str) -> None:
         """Remove the look at a request, if there is one."""
-        if look := self._looks.pop(request_id, None):
+        look = self._looks.pop(request_id, None)
+        if look is not None:
             self.discard(look)
 
     def end(self, look: Look) -> None:

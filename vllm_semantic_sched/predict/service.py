@@ -149,7 +149,8 @@ class PredictionService:
 
     def _recall(self, request_id: str, prompt: _Prompt) -> bool:
         """Answer a prompt from memory if possible; the caller holds _changed."""
-        if (prediction := self._memory.get(prompt.digest)) is None:
+        prediction = self._memory.get(prompt.digest)
+        if prediction is None:
             return False
         self._memory.move_to_end(prompt.digest)
         self._done.append((request_id, prediction))
@@ -159,7 +160,8 @@ class PredictionService:
     # The service's thread
 
     def _run(self) -> None:
-        backoff, process = self._first_backoff, self._process
+        backoff = self._first_backoff
+        process = self._process
         if not self._loaded and process is not None and not self._loads(process):
             backoff = self._relaunch(backoff)
         while (batch := self._next_batch()) is not None:
@@ -174,7 +176,8 @@ class PredictionService:
                 self._logger.warning(
                     "The urgency predictor failed (%s: %s); requests run at the default level "
                     "until it is back.",
-                    *(type(error).__name__, error),
+                    type(error).__name__,
+                    error,
                 )
                 if not self.up:
                     backoff = self._relaunch(backoff)
@@ -200,9 +203,9 @@ class PredictionService:
                 return None
             look = None if self._queue else self.second_looks.peek()
             lengths: list[int] = []
-            while (
-                len(batch) < settings.max_batch and (request_id := self._queue.peek()) is not None
-            ):
+            while self._queue and len(batch) < settings.max_batch:
+                request_id = self._queue.peek()
+                assert request_id is not None
                 prompt = self._prompts[request_id]
                 # The batch before may have had the same text.
                 if not self._recall(request_id, prompt):
@@ -235,8 +238,10 @@ class PredictionService:
         look.unread.pop()
         if prediction is not None and not prediction.unreadable:
             certain = self._settings.second_look.certain
-            if (level := raised_level(prediction.urgency, look.level, certain)) is not None:
-                look.level, look.raised = level, True
+            level = raised_level(prediction.urgency, look.level, certain)
+            if level is not None:
+                look.level = level
+                look.raised = True
                 self._done.append((look.request_id, replace(prediction, again=True)))
         if look.level == 0 or prediction is None:
             self.second_looks.end(look)
@@ -260,7 +265,8 @@ class PredictionService:
 
     def _predict(self, prompts: list[_Prompt]) -> list[Prediction | None]:
         texts = [prompt.text for prompt in prompts]
-        if (process := self._process) is None:
+        process = self._process  # the scheduling thread may stop it meanwhile
+        if process is None:
             raise PredictorError("no predictor process")
         begin = time.monotonic()
         message = {"id": next(self._batch_ids), "texts": texts}
@@ -318,7 +324,8 @@ class PredictionService:
 
     def _stop_process(self) -> None:
         with self._changed:
-            process, self._process = self._process, None
+            process = self._process
+            self._process = None
         if process is not None:
             process.stop()
 
@@ -332,6 +339,13 @@ def _prediction(
     urgency: list[float] | None, length: list[float] | None, unreadable: str | None
 ) -> Prediction | None:
     """The prediction; None if the text was not read, or a number is not finite (broken model)."""
-    if urgency is None or not all(math.isfinite(share) for share in (*urgency, *(length or ()))):
+    if urgency is None:
         return None
-    return Prediction(tuple(urgency), None if length is None else tuple(length), unreadable)
+    probabilities = urgency if length is None else urgency + length
+    if not all(map(math.isfinite, probabilities)):
+        return None
+    return Prediction(
+        urgency=tuple(urgency),
+        length=None if length is None else tuple(length),
+        unreadable=unreadable,
+    )

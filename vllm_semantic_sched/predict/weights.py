@@ -21,13 +21,13 @@ EMBEDDINGS = "distilbert.embeddings."  # which a second network has from the fir
 
 def dequantized(stored: dict[str, Tensor]) -> dict[str, Tensor]:
     """The fp32 state that `stored` encodes; the error is at most half a row scale."""
-    return {
-        name: value.to(torch.float32) * stored[name + SCALE][:, None]
-        if name + SCALE in stored
-        else value
-        for name, value in stored.items()
-        if not name.endswith(SCALE)
-    }
+    state = {}
+    for name, value in stored.items():
+        if name.endswith(SCALE):
+            continue
+        scales = stored.get(name + SCALE)
+        state[name] = value if scales is None else value.to(torch.float32) * scales[:, None]
+    return state
 
 
 def load_second(folder: Path, first: UrgencyLengthClassifier) -> UrgencyLengthClassifier | None:

@@ -63,10 +63,11 @@ def _answer(predictor: Any, message: dict[str, Any]) -> dict[str, Any]:
         predictions = [_read(predictor, text) for text in texts] if len(texts) > 1 else []
         if not any(predictions):
             return {"id": message["id"], "error": f"{type(error).__name__}: {error}"}
-    fields = ("urgency", "length", "unreadable")
-    return {"id": message["id"]} | {
-        field: [getattr(one, field, None) for one in predictions] for field in fields
-    }
+    answer = {"id": message["id"]}
+    for field in ("urgency", "length", "unreadable"):
+        # A text that could not be read has no prediction.
+        answer[field] = [getattr(prediction, field, None) for prediction in predictions]
+    return answer
 
 
 def _read(predictor: Any, text: str) -> Any:
