@@ -113,7 +113,8 @@ def tree_of(function) -> ast.FunctionDef:
 def is_constant(function) -> bool:
     *_, last = tree_of(function).body
     return isinstance(last, ast.Pass) or (
-        isinstance(last, ast.Return) and isinstance(last.value, ast.Constant)
+        # The expression is a docstring.
+        isinstance(last, ast.Return | ast.Expr) and isinstance(last.value, ast.Constant)
     )
 
 

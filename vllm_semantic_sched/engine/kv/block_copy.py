@@ -1,5 +1,6 @@
 """Copies KV blocks between device and host: a backend for each kind of device."""
 
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -56,12 +57,14 @@ class CopyBackend:
     def drain(self) -> tuple[set[str], set[int]]:
         """Wait for all copies; what `finished` and `saved` would have reported."""
         copies = set(self._loads), set(self._saves)
-        self._loads, self._saves = {}, {}
+        self._loads = {}
+        self._saves = {}
         return copies
 
     def take_seconds(self) -> tuple[float, float]:
         """Seconds of saves and of loads since the last call, as far as measured."""
-        seconds, self._seconds = self._seconds, {"save": 0.0, "load": 0.0}
+        seconds = self._seconds
+        self._seconds = {"save": 0.0, "load": 0.0}
         return seconds["save"], seconds["load"]
 
 
@@ -84,7 +87,8 @@ def block_regions(caches: Iterable[torch.Tensor], num_blocks: int) -> list[torch
         blocks = group_kernel_blocks(cache, num_blocks)
         size = blocks.element_size()
         page = blocks[0].numel() * size
-        shape, strides = tuple(blocks.shape[1:]), tuple(blocks.stride()[1:])
+        shape = tuple(blocks.shape[1:])
+        strides = tuple(blocks.stride()[1:])
         span = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
         if (span + 1) * size != page:
             raise UnsupportedLayout(
@@ -95,8 +99,10 @@ def block_regions(caches: Iterable[torch.Tensor], num_blocks: int) -> list[torch
         place = (blocks.data_ptr(), stride, page)
         if place not in regions:
             raw = torch.empty(0, dtype=torch.uint8, device=cache.device)
-            rows, offset = (num_blocks, page), blocks.storage_offset() * size
-            regions[place] = raw.set_(blocks.untyped_storage(), offset, rows, (stride, 1))
+            offset = blocks.storage_offset() * size
+            regions[place] = raw.set_(
+                blocks.untyped_storage(), offset, (num_blocks, page), (stride, 1)
+            )
     return list(regions.values())
 
 
@@ -122,7 +128,8 @@ class CpuCopies(CopyBackend):
 
     @torch.inference_mode()  # vLLM allocates KV in this mode but may call from outside it
     def _copy(self, what: str, device: Blocks, host: Slots, beside: bool = False) -> HasEnded:
-        start, done = time.perf_counter(), 0
+        start = time.perf_counter()
+        done = 0
         for run in host:
             blocks = torch.tensor(device[done : done + len(run)], dtype=torch.int64)
             done += len(run)
@@ -161,7 +168,9 @@ class CudaCopies(CopyBackend):
         self._batched_copy = copy
         self._stream = cuda.Stream()
         self._device = list(regions)
-        self._host = [torch.empty((slots, one.shape[1]), dtype=torch.uint8) for one in regions]
+        self._host = [
+            torch.empty((slots, region.shape[1]), dtype=torch.uint8) for region in regions
+        ]
         for rows in self._host:
             pin(rows)
         places = [rows.data_ptr() for rows in self._host]
@@ -169,11 +178,14 @@ class CudaCopies(CopyBackend):
         self._timed: list[tuple[str, Any, Any]] = []
 
     def drain(self) -> tuple[set[str], set[int]]:
+        """See `CopyBackend.drain`."""
         self._stream.synchronize()
         return super().drain()
 
     def take_seconds(self) -> tuple[float, float]:
-        timed, self._timed = self._timed, []
+        """See `CopyBackend.take_seconds`; the time of a copy under way comes later."""
+        timed = self._timed
+        self._timed = []
         for what, begin, end in timed:
             if end.query():
                 self._seconds[what] += begin.elapsed_time(end) / 1000
@@ -182,16 +194,20 @@ class CudaCopies(CopyBackend):
         return super().take_seconds()
 
     def _copy(self, what: str, device: Blocks, host: Slots, beside: bool = False) -> HasEnded:
-        slots = torch.tensor([slot for run in host for slot in run], dtype=torch.int64)
+        slots = torch.tensor(list(itertools.chain(*host)), dtype=torch.int64)
         blocks = torch.tensor(device, dtype=torch.int64)
-        on_device, on_host, sizes = [], [], []
+        on_device = []
+        on_host = []
+        sizes = []
         for region, rows in zip(self._device, self._host, strict=True):
             on_device.append(region.data_ptr() + blocks * region.stride(0))
             on_host.append(rows.data_ptr() + slots * rows.stride(0))
             sizes.append(torch.full_like(blocks, region.shape[1]))
-        ends = torch.cat(on_device), torch.cat(on_host)
-        sources, targets = ends if what == "save" else ends[::-1]
-        begin, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
+        sources, targets = torch.cat(on_device), torch.cat(on_host)
+        if what == "load":
+            sources, targets = targets, sources
+        begin = self._cuda.Event(enable_timing=True)
+        end = self._cuda.Event(enable_timing=True)
         self._stream.wait_stream(self._cuda.current_stream())
         with self._cuda.stream(self._stream):
             begin.record(self._stream)
@@ -219,7 +235,8 @@ def make_backend(regions: Sequence[torch.Tensor], slots: int) -> CopyBackend:
     if kind == "cuda":
         from vllm_semantic_sched.engine.vllm_api import block_copy_and_pin
 
-        return CudaCopies(regions, slots, *block_copy_and_pin())
+        copy, pin = block_copy_and_pin()
+        return CudaCopies(regions, slots, copy, pin)
     raise UnsupportedLayout(
         f"KV swap supports CPU and CUDA devices, not {kind!r}; start without the connector"
     )
@@ -250,9 +267,9 @@ def why_wrong(backend: CopyBackend, regions: Sequence[torch.Tensor], slots: int)
         backend.load(blocks, host, "proof" if beside else None)
         if beside and not _ended(backend.finished):
             return f"a load beside the computation took more than {_PROOF_SECONDS:g} s"
-        for at, (region, pattern) in enumerate(zip(regions, patterns, strict=True)):
+        for index, (region, pattern) in enumerate(zip(regions, patterns, strict=True)):
             if not torch.equal(region[blocks], pattern):
-                return f"blocks of region {at} that were loaded {way} differ from those saved"
+                return f"blocks of region {index} that were loaded {way} differ from those saved"
     for region, rows in zip(regions, before, strict=True):
         region[blocks] = rows
     backend.take_seconds()

@@ -1,6 +1,7 @@
 """vLLM's connector interface to KV swap. `policy.retention` decides what to save,
 `engine.kv.ledger` keeps the accounts, `engine.kv.block_copy` copies."""
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -11,15 +12,26 @@ import torch
 
 from vllm_semantic_sched.engine import vllm_api
 from vllm_semantic_sched.engine.guard import guarded, logger
-from vllm_semantic_sched.engine.kv import recovery
 from vllm_semantic_sched.engine.kv.block_copy import (
     CopyBackend,
     block_regions,
     make_backend,
     why_wrong,
 )
-from vllm_semantic_sched.engine.kv.ledger import HostPool, KeptBlocks, SwapLedger, Transfer
-from vllm_semantic_sched.engine.kv.recovery import FailedProof, SwapMetadata, SwapReport, take
+from vllm_semantic_sched.engine.kv.ledger import (
+    HostPool,
+    KeptBlocks,
+    Orders,
+    SwapLedger,
+    Transfer,
+)
+from vllm_semantic_sched.engine.kv.recovery import (
+    FailedCopies,
+    FailedProof,
+    SwapMetadata,
+    SwapReport,
+    take,
+)
 from vllm_semantic_sched.engine.startup.settings import SwapConfig
 from vllm_semantic_sched.engine.vllm_api import KVConnectorMetadata, KVConnectorOutput, Request
 from vllm_semantic_sched.policy.config.section import parse_section
@@ -52,14 +64,16 @@ def why_config_unsupported(vllm_config: vllm_api.VllmConfig) -> str | None:
 
 def why_unsupported(vllm_config: vllm_api.VllmConfig, config: vllm_api.KVCacheConfig) -> str | None:
     """The reason why this engine's KV cannot be swapped; None if it can."""
-    groups = config.kv_cache_groups
-    specs = [spec for group in groups for spec in vllm_api.iter_layer_specs(group.kv_cache_spec)]
-    if (reason := why_config_unsupported(vllm_config)) is not None:
+    reason = why_config_unsupported(vllm_config)
+    if reason is not None:
         return reason
     if config.needs_kv_cache_zeroing:
         return "the model's KV blocks are zeroed before use (Mamba layers, mixed precision)"
-    if not all(isinstance(spec, vllm_api.AttentionSpec) for spec in specs):
-        return "not all of the model's state is attention KV"
+    groups = config.kv_cache_groups
+    for group in groups:
+        for spec in vllm_api.iter_layer_specs(group.kv_cache_spec):
+            if not isinstance(spec, vllm_api.AttentionSpec):
+                return "not all of the model's state is attention KV"
     on_host = any(group.host_resident for group in groups)
     if on_host or len(config.transfer_group_ids) != len(groups):
         return "part of the model's KV lives outside the device's block pool"
@@ -71,6 +85,9 @@ class SemanticSwapConnector(vllm_api.KVConnector):
     the workers build their own instances, which hold the memory. The scheduler's instance keeps the
     ledger. A copy lives from a preemption until the request is admitted again, ends, or the cache
     is reset.
+
+    An exception in a method that vLLM calls would end the server. Above each such method stands
+    what replaces it then; of a step, what is left in its orders was not carried out.
 
     Attributes:
         unsupported: why KV cannot be swapped here; None if it can.
@@ -104,7 +121,7 @@ class SemanticSwapConnector(vllm_api.KVConnector):
         self._workers: int = vllm_config.parallel_config.world_size
         self.measured = {"save": 0.0, "load": 0.0}  # total seconds of copies
         self.failures: Counter[str] = Counter()  # exceptions that were caught, by method
-        self.failed = recovery.FailedCopies(slots=self.slots)
+        self.failed = FailedCopies(slots=self.slots)
         self._failed_proof: FailedProof | None = None
 
     def refuse_copies(self, reason: str) -> None:
@@ -113,27 +130,44 @@ class SemanticSwapConnector(vllm_api.KVConnector):
         self.unsupported = f"copies on this device are wrong: {reason}"
         self.ledger.pool = HostPool(0)
 
+    def _no_swap(self, *args: Any, **kwargs: Any) -> None:
+        error = sys.exception()
+        self.refuse_copies(f"{type(error).__name__}: {error}")
+
     # Worker side
 
-    @guarded(recovery.no_swap)
+    @guarded(_no_swap)
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Allocate the host pool for these caches, by layer, and try some copies (`why_wrong`)."""
         if not self.slots:
             return
         regions = block_regions(kv_caches.values(), self.cache_config.num_blocks)
         backend = make_backend(regions, self.slots)
-        if (wrong := why_wrong(backend, regions, self.slots)) is not None:
+        wrong = why_wrong(backend, regions, self.slots)
+        if wrong is not None:
             self.refuse_copies(wrong)
             return
         self.backend = backend
         gib = self.slots * sum(region.shape[1] for region in regions) / 2**30
         logger.info("KV swap: %d blocks, %.2f GiB of host memory.", self.slots, gib)
 
-    @guarded(recovery.nothing)
+    def _no_proof(self) -> vllm_api.KVConnectorHandshakeMetadata | None:
+        return None
+
+    @guarded(_no_proof)
     def get_handshake_metadata(self) -> vllm_api.KVConnectorHandshakeMetadata | None:
-        # Only of a failure: a MultiConnector passes on the first metadata that it gets.
+        """Why copies are wrong; nothing if they are right, because a MultiConnector passes on the
+        first metadata that it gets."""
         return self._failed_proof
 
-    @guarded(recovery.not_saved)
+    def _not_saved(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, SwapMetadata)
+        saves = kv_connector_metadata.orders.saves
+        for save in saves:
+            self.failed.give_up_save(save)
+        saves.clear()
+
+    @guarded(_not_saved)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Save victims' blocks before the step overwrites them."""
         assert isinstance(kv_connector_metadata, SwapMetadata)
@@ -144,8 +178,17 @@ class SemanticSwapConnector(vllm_api.KVConnector):
             self.backend.save(save.device, save.host, save.number)
             self.failed.unsaved.difference_update(save.slots)
 
-    @guarded(recovery.not_loaded)
+    def _not_loaded(self, *args: Any, **kwargs: Any) -> None:
+        metadata = self.step_metadata
+        assert isinstance(metadata, SwapMetadata)
+        loads = metadata.orders.loads
+        for load in loads:
+            self.failed.give_up(load)
+        loads.clear()
+
+    @guarded(_not_loaded)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Load the KV of the requests that resume in this step, whole and not by layer."""
         metadata = self.step_metadata
         assert isinstance(metadata, SwapMetadata)
         for load in _one_by_one(metadata.orders.loads):
@@ -156,28 +199,53 @@ class SemanticSwapConnector(vllm_api.KVConnector):
                 self.failed.give_up(load)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        pass
+        """No-op: the device itself waits for loads."""
 
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
-        pass
+        """No-op: `handle_preemptions` saves."""
 
     def wait_for_save(self) -> None:
-        pass
+        """No-op: the device itself waits for saves."""
 
-    @guarded(recovery.all_finished)
+    def _all_finished(self, *args: Any, **kwargs: Any) -> tuple[set[str] | None, set[str] | None]:
+        # Wait for the copies beside steps, so that none is waited for in vain.
+        self.failed.drain(self.backend)
+        return None, take(self.failed.requests) or None
+
+    @guarded(_all_finished)
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self.backend.finished() | take(self.failed.requests) or None
+        """Ids of saved and of loaded requests. The former are always None: `SwapReport` has the
+        ends of saves."""
+        loaded = self.backend.finished() | take(self.failed.requests)
+        return None, loaded or None
 
-    @guarded(recovery.only_failures)
-    def build_connector_worker_meta(self) -> vllm_api.KVConnectorWorkerMetadata | None:
-        seconds = self.backend.take_seconds()
+    def _only_failures(self) -> SwapReport | None:
+        # No seconds, but the copies that were not made, and all saves.
+        self.failed.drain(self.backend)
+        return self.failed.report()
+
+    @guarded(_only_failures)
+    def build_connector_worker_meta(self) -> SwapReport | None:
+        """What has happened to this worker's copies since the last call; None for nothing."""
+        save_seconds, load_seconds = self.backend.take_seconds()
         self.failed.saves += self.backend.saved()
-        return self.failed.report(*seconds)
+        return self.failed.report(save_seconds, load_seconds)
 
     # Scheduler side
 
-    @guarded(recovery.no_swap)
+    def _forget(self, request_id: str, save: int | None = None) -> None:
+        """Forget a request's copy, and free the blocks kept for a save. If that fails, too, no copy
+        is loaded any more, and this one becomes free when a request ends."""
+        try:
+            self.ledger.kept.free(save)
+            self.ledger.release(request_id)
+        except Exception:
+            self.ledger.distrust()
+            self.failed.ended.add(request_id)
+
+    @guarded(_no_swap)
     def bind_kv_cache_manager(self, kv_cache_manager: vllm_api.KVCacheManager) -> None:
+        """Called once, before the first request."""
         super().bind_kv_cache_manager(kv_cache_manager)
         self.cache_manager = kv_cache_manager
         self.ledger.null_block = kv_cache_manager.block_pool.null_block.block_id
@@ -185,7 +253,7 @@ class SemanticSwapConnector(vllm_api.KVConnector):
             partial(vllm_api.free_blocks, kv_cache_manager), self._workers
         )
 
-    @guarded(recovery.no_swap)
+    @guarded(_no_swap)
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, vllm_api.KVConnectorHandshakeMetadata]
     ) -> None:
@@ -201,6 +269,7 @@ class SemanticSwapConnector(vllm_api.KVConnector):
 
     @guarded(lambda self, request: tuple[int, ...]())
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """All groups that can be transferred: a load fills all of them."""
         return self.cache_config.transfer_group_ids
 
     def save(
@@ -217,33 +286,65 @@ class SemanticSwapConnector(vllm_api.KVConnector):
         def unchanged() -> bool:  # a session may remove tokens
             return fingerprint() == saved
 
-        name = request.request_id
         keep = partial(vllm_api.keep_blocks, self.cache_manager, request) if beside else None
-        return self.ledger.save(name, blocks, start, end, unchanged, keep)
+        return self.ledger.save(
+            request.request_id, blocks, start, end, still_valid=unchanged, keep=keep
+        )
 
-    @guarded(recovery.no_copy)
+    def _no_copy(self, request: Request, *args: Any, **kwargs: Any) -> tuple[int | None, bool]:
+        self._forget(request.request_id)
+        return 0, False
+
+    @guarded(_no_copy)
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        """See `SwapLedger.loadable`."""
         if request.skip_reading_prefix_cache:
             return 0, False
         self.failed.asked = request.request_id, num_computed_tokens
         return self.ledger.loadable(request.request_id, num_computed_tokens, request.num_tokens)
 
-    @guarded(recovery.not_ordered)
+    def _not_ordered(
+        self, request: Request, blocks: vllm_api.KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._forget(request.request_id)
+        if not num_external_tokens:
+            return
+        # vLLM counts on these tokens already: report their blocks as not loaded.
+        asked, on_device = self.failed.asked
+        first = on_device if asked == request.request_id else 0
+        for table, size in zip(blocks.get_block_ids(), self.block_sizes, strict=True):
+            self.failed.blocks.update(table[first // size :])
+        self.failed.requests.add(request.request_id)
+
+    @guarded(_not_ordered)
     def update_state_after_alloc(
         self, request: Request, blocks: vllm_api.KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        name, table = request.request_id, blocks.get_block_ids()
+        """Order the load of a request that got its blocks; see `SwapLedger.admitted`."""
+        name = request.request_id
         if name in self.failed.loaded:  # of an earlier load
             self.ledger.load_finished((name,))
             self.failed.loaded.discard(name)
+        table = blocks.get_block_ids()
         self.ledger.admitted(name, table, num_external_tokens, request.num_tokens)
 
-    @guarded(recovery.nothing_ordered)
+    def _nothing_ordered(self, *args: Any, **kwargs: Any) -> KVConnectorMetadata:
+        orders = self.ledger.cancel_orders()
+        for load in orders.loads:
+            self.failed.give_up(load)
+            if load.beside:
+                self.failed.loaded.add(load.request_id)
+        for save in orders.saves:
+            self._forget(save.request_id, save.number)
+        return SwapMetadata(Orders())
+
+    @guarded(_nothing_ordered)
     def build_connector_meta(
         self, scheduler_output: vllm_api.SchedulerOutput
     ) -> KVConnectorMetadata:
+        """The copies that the workers make in the coming step."""
         # Newer model runners make these copies before they call `handle_preemptions`.
         copies: Iterable[Any] = scheduler_output.kv_cache_block_copies or ()
         return SwapMetadata(self.ledger.take_orders(copy.dst_block_id for copy in copies))
@@ -252,13 +353,18 @@ class SemanticSwapConnector(vllm_api.KVConnector):
         """Remove and return the blocks that loads of this step and steps before did not fill, by
         the workers' reports and by orders that failed here."""
         report: Any = getattr(connector_output, "kv_connector_worker_meta", None)
-        for one in getattr(report, "metadata", (report,)):  # of each part of a MultiConnector
-            if isinstance(one, SwapReport):
-                self.failed.blocks |= one.unloaded
+        for part in getattr(report, "metadata", (report,)):  # of a MultiConnector
+            if isinstance(part, SwapReport):
+                self.failed.blocks |= part.unloaded
         return take(self.failed.blocks)
 
-    @guarded(recovery.noted_later)
+    def _noted_later(self, connector_output: KVConnectorOutput) -> None:
+        # What finished loads and saves used becomes free with the next call.
+        self.failed.note(connector_output)
+
+    @guarded(_noted_later)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take in the workers' report of a step, and free what its copies used."""
         report = self.failed.note(connector_output)
         self.ledger.load_finished(self.failed.loaded)
         self.failed.loaded.clear()
@@ -274,16 +380,26 @@ class SemanticSwapConnector(vllm_api.KVConnector):
         logger.warning(
             "KV swap: %d of %d blocks of host memory are used, because a worker has no more; give "
             "the same host_gib on every node.",
-            *(slots, self.ledger.pool.slots),
+            slots,
+            self.ledger.pool.slots,
         )
         self.ledger.pool.shrink(slots)
         if not slots:
             self.unsupported = "a worker's host pool is smaller than one KV block"
 
-    @guarded(recovery.released_later)
+    def _released_later(
+        self, request: Request, *args: Any, **kwargs: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
+        # The copy of this request becomes free when the next one ends.
+        self.failed.ended.add(request.request_id)
+        return False, None
+
+    @guarded(_released_later)
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget the copies of this request and of earlier ones that could not be forgotten. The
+        engine may free the request's blocks at once."""
         ended = self.failed.ended
         ended.add(request.request_id)
         for request_id in list(ended):
@@ -291,13 +407,19 @@ class SemanticSwapConnector(vllm_api.KVConnector):
             ended.discard(request_id)
         return False, None
 
-    @guarded(recovery.released_later)
+    @guarded(_released_later)
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
+        """See `request_finished_all_groups`; for models with one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
-    @guarded(recovery.not_reset)
+    def _not_reset(self) -> bool | None:
+        # The copies stay where they are, and nobody loads them.
+        self.ledger.distrust()
+        return False
+
+    @guarded(_not_reset)
     def reset_cache(self) -> bool | None:
         """Drop every host copy, because the weights may have changed; False while loads are in
         flight, which cannot be undone."""

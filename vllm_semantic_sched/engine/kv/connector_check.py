@@ -42,11 +42,11 @@ def _ours(words: Sequence[str], error: Exception) -> str | None:
 
 def _first_sentence(error: Exception) -> str:
     details = getattr(error, "errors", None)  # pydantic's
-    text = str(details()[0]["msg"] if callable(details) else error)
+    text = str(details()[0]["msg"]) if callable(details) else str(error)
     sentence = " ".join(text.removeprefix("Value error, ").split()).partition(". ")[0]
     return f"vLLM says: {sentence.rstrip('.')[:_LONGEST] or type(error).__name__}"
 
 
 if __name__ == "__main__":
-    found = why_not(json.loads(sys.argv[1]))
-    print(f"\n{found or ''}")
+    reason = why_not(json.loads(sys.argv[1]))
+    print(f"\n{reason or ''}")

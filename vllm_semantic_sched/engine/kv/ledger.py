@@ -20,6 +20,7 @@ class HostPool:
 
     @property
     def used(self) -> int:
+        """Slots that are allocated."""
         return self.slots - self.free
 
     @property
@@ -37,10 +38,14 @@ class HostPool:
         while count:
             fitting = [run for run in self._runs if len(run) >= count]
             run = min(fitting, key=len) if fitting else max(self._runs, key=len)
-            at = self._runs.index(run)
-            self._runs[at : at + 1] = [run[count:]] if len(run) > count else []
-            taken.append(run[:count])
-            count -= len(taken[-1])
+            place = self._runs.index(run)
+            if len(run) > count:
+                self._runs[place] = run[count:]
+            else:
+                del self._runs[place]
+            part = run[:count]
+            taken.append(part)
+            count -= len(part)
         return taken
 
     def shrink(self, slots: int) -> None:
@@ -64,8 +69,10 @@ def _joined(runs: Iterable[range]) -> list[range]:
     """The same slots in fewer runs: those that begin where the one before ends are joined to it."""
     joined: list[range] = []
     for run in runs:
-        adjacent = joined and joined[-1].stop == run.start
-        joined.append(range(joined.pop().start, run.stop) if adjacent else run)
+        if joined and joined[-1].stop == run.start:
+            joined[-1] = range(joined[-1].start, run.stop)
+        else:
+            joined.append(run)
     return joined
 
 
@@ -117,7 +124,8 @@ class KeptBlocks:
     blocks, in the form in which `add` gets them."""
 
     def __init__(self, free: Callable[[Any], None], workers: int = 1) -> None:
-        self._free, self._workers = free, workers
+        self._free = free
+        self._workers = workers
         # By number of the save: blocks, and how many workers have not reported it.
         self._kept: dict[int, tuple[Any, int]] = {}
         self._numbers = itertools.count(1)
@@ -192,7 +200,8 @@ class SwapLedger:
         self.saved[request_id] = HostCopy(start, end, still_valid, slots, taken)
         save = Transfer(request_id, list(places.values()), taken)
         if keep is not None:
-            save.beside, save.number = True, self.kept.add(keep(save.device))
+            save.beside = True
+            save.number = self.kept.add(keep(save.device))
         self._orders.saves.append(save)
         return True
 
@@ -201,12 +210,13 @@ class SwapLedger:
     ) -> dict[tuple[int, int], int]:
         """The blocks of tokens `start` to `end`, by group and position. Those before a sliding
         window are absent and never read."""
-        return {
-            (group, position): table[position]
-            for group, (table, size) in enumerate(zip(blocks, self._block_sizes, strict=True))
-            for position in range(start // size, -(-end // size))
-            if table[position] != self.null_block
-        }
+        places = {}
+        for group, (table, size) in enumerate(zip(blocks, self._block_sizes, strict=True)):
+            for position in range(start // size, -(-end // size)):
+                block = table[position]
+                if block != self.null_block:
+                    places[group, position] = block
+        return places
 
     def loadable(self, request_id: str, on_device: int, tokens: int) -> tuple[int | None, bool]:
         """How many of a request's `tokens` can be loaded after the first `on_device`, and whether
@@ -218,7 +228,9 @@ class SwapLedger:
         if any(save.request_id == request_id for save in self._orders.saves):
             return None, False
         count = min(copy.end, tokens - 1) - on_device
-        return (count, self.loads_beside(count)) if count > 0 else (0, False)
+        if count <= 0:
+            return 0, False
+        return count, self.loads_beside(count)
 
     def admitted(
         self, request_id: str, blocks: Sequence[Sequence[int]], count: int, tokens: int
@@ -233,10 +245,15 @@ class SwapLedger:
             return
         end = min(copy.end, tokens - 1)
         places = self._places(blocks, end - count, end)
-        saved = [(block, copy.slots[at]) for at, block in places.items() if at in copy.slots]
-        slots = _joined(range(slot, slot + 1) for _, slot in saved)
+        device = []
+        host = []
+        for place, block in places.items():
+            slot = copy.slots.get(place)
+            if slot is not None:
+                device.append(block)
+                host.append(range(slot, slot + 1))
         beside = self.loads_beside(count)
-        load = Transfer(request_id, [block for block, _ in saved], slots, beside)
+        load = Transfer(request_id, device, _joined(host), beside)
         # From here on nothing can fail: the copy stays, or its load is ordered.
         del self.saved[request_id]
         self.loaded[request_id] = Loaded(count, monotonic())
@@ -259,7 +276,8 @@ class SwapLedger:
     def cancel_orders(self) -> Orders:
         """Take back the copies of the coming step, after an error. The caller must release the
         copies that will not be saved, and end the loads beside steps."""
-        orders, self._orders = self._orders, Orders()
+        orders = self._orders
+        self._orders = Orders()
         return orders
 
     def distrust(self) -> None:
