@@ -2,7 +2,7 @@
 version-dependent name. A new vLLM release is supported by changing this package alone; differences
 between releases are found by `capabilities`."""
 
-from vllm.config import VllmConfig
+from vllm.config import SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,

@@ -73,13 +73,16 @@ def refused_output(request: Request, refusal: Refusal) -> EngineCoreOutput:
     """The last output of a request that was ended by `finish_requests`. Without our middleware,
     vLLM answers with the refusal's status if it has the hook, else 0.33 with 503, or 500 if a retry
     is no use, and older ones with 500."""
-    code, error = refusal.code, dict[str, Any]()
+    code = refusal.code
+    error: dict[str, Any] = {}
     if request.sampling_params is None:  # vLLM takes an output without one for a text's
         error["pooling_output"] = torch.empty(0)
     if capabilities.HOOKS.refuse_request:
-        seconds = refusal.retry_after_seconds
         error["error"] = REQUEST_ERROR(
-            code.value, refusal.message, status=code.status, retry_after=seconds
+            code.value,
+            refusal.message,
+            status=code.status,
+            retry_after=refusal.retry_after_seconds,
         )
     elif capabilities.OUTPUTS_CARRY_ERRORS:
         error["error"] = REQUEST_ERROR(

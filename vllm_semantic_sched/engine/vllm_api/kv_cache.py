@@ -2,7 +2,7 @@
 
 import bisect
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -58,7 +58,8 @@ def blocks_needed(scheduler: Scheduler, request: Request) -> int:
     tokens = min(request.num_tokens, scheduler.max_model_len)
     # A lookup is reported to subscribers of KV events; do without it then.
     if manager.enable_kv_cache_events:
-        cached, hits = manager.empty_kv_cache_blocks, 0
+        cached = manager.empty_kv_cache_blocks
+        hits = 0
     else:
         cached, hits, _ = manager.get_computed_blocks(request)
     return manager.coordinator.get_num_blocks_to_allocate(
@@ -76,8 +77,8 @@ def blocks_needed(scheduler: Scheduler, request: Request) -> int:
 
 def blocks_held(scheduler: Scheduler, request: Request) -> int:
     """Blocks in a running request's block tables, shared ones included."""
-    groups = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
-    return sum(not block.is_null for group in groups for block in group)
+    tables = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
+    return sum(not block.is_null for block in itertools.chain(*tables))
 
 
 def freeable_blocks(scheduler: Scheduler, request: Request) -> int | None:
@@ -86,17 +87,18 @@ def freeable_blocks(scheduler: Scheduler, request: Request) -> int | None:
     in_flight = request.num_in_flight_tokens > 0
     if request.resumable and in_flight and not capabilities.HELD_ADAPTERS_COUNT:
         return None  # before 0.33, vLLM would lose a session whose turn ends in a step in flight
-    groups = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
-    return sum(block.ref_cnt == 1 and not block.is_null for group in groups for block in group)
+    tables = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
+    return _unshared(itertools.chain(*tables))
 
 
 def deferred_blocks(scheduler: Scheduler) -> int:
     """Blocks of preempted and finished requests that vLLM frees when the steps in flight, which may
     write to them, have ended."""
-    return sum(
-        sum(block.ref_cnt == 1 and not block.is_null for block in blocks)
-        for _, blocks in scheduler.deferred_frees
-    )
+    return sum(_unshared(blocks) for _, blocks in scheduler.deferred_frees)
+
+
+def _unshared(blocks: Iterable[KVCacheBlock]) -> int:
+    return sum(block.ref_cnt == 1 and not block.is_null for block in blocks)
 
 
 def frees_at_once(scheduler: Scheduler) -> bool:
@@ -127,8 +129,9 @@ def keep_blocks(
     manager: KVCacheManager, request: Request, numbers: Collection[int]
 ) -> list[KVCacheBlock]:
     """Keep some blocks of a running request allocated when it is preempted, until `free_blocks`."""
-    wanted, tables = set(numbers), manager.get_blocks(request.request_id).blocks
-    blocks = [block for table in tables for block in table if block.block_id in wanted]
+    wanted = set(numbers)
+    tables = manager.get_blocks(request.request_id).blocks
+    blocks = [block for block in itertools.chain(*tables) if block.block_id in wanted]
     manager.block_pool.touch(blocks)
     return blocks
 
@@ -171,13 +174,14 @@ def recompute_unloaded(
     such a block was preempted in the meantime: what was saved of it may be wrong."""
     manager = scheduler.kv_cache_manager
     null = manager.block_pool.null_block.block_id
-    tables = {one: manager.get_block_ids(one.request_id) for one in scheduler.running}
-    spoiled, known = set(blocks), -1
+    tables = {request: manager.get_block_ids(request.request_id) for request in scheduler.running}
+    spoiled = set(blocks)
+    known = -1
     while known < len(spoiled):  # other requests may share the blocks
         known = len(spoiled)
-        for table in itertools.chain.from_iterable(tables.values()):
-            first = next((at for at, block in enumerate(table) if block in spoiled), len(table))
-            spoiled.update(block for block in table[first:] if block != null)
+        for table in itertools.chain(*tables.values()):
+            after = itertools.dropwhile(lambda block: block not in spoiled, table)
+            spoiled.update(block for block in after if block != null)
     preempted_since = False
     for request in scheduler.requests.values():
         name = request.request_id
@@ -188,10 +192,13 @@ def recompute_unloaded(
                 if name in unreported:
                     scheduler.finished_recving_kv_req_ids.add(name)
         elif request.num_stale_output_tokens and not request.drop_stale_output:
-            request.drop_stale_output = preempted_since = True
-    # What such a request has left in the prefix cache cannot be told from the rest.
-    all_blocks = range(manager.block_pool.num_gpu_blocks)
-    manager.evict_blocks(set(all_blocks if preempted_since else spoiled))
+            request.drop_stale_output = True
+            preempted_since = True
+    if preempted_since:
+        # What such a request has left in the prefix cache cannot be told from the rest.
+        manager.evict_blocks(set(range(manager.block_pool.num_gpu_blocks)))
+    else:
+        manager.evict_blocks(set(spoiled))
     for request, groups in tables.items():
         if any(not spoiled.isdisjoint(table) for table in groups):
             preempt(scheduler, request, drop_output=True)
@@ -199,6 +206,8 @@ def recompute_unloaded(
 
 
 class KVConnector(KVConnectorBase_V1, SupportsHMA):
+    """vLLM's base class of connectors that know several block tables per request."""
+
     @property
     def step_metadata(self) -> KVConnectorMetadata:
         """What the scheduler's side sent for this step; only on a worker."""
@@ -224,7 +233,8 @@ def block_copy_and_pin() -> tuple[Callable[..., Any], Callable[..., Any]]:
 def most_kv_tokens(scheduler: Scheduler, encoded: int = 0) -> int:
     """Tokens whose KV fits beside that of `encoded` ones (`encoder_tokens`) if one request holds
     all blocks, at most `max_model_len`."""
-    manager, blocks = scheduler.kv_cache_manager, total_kv_blocks(scheduler)
+    manager = scheduler.kv_cache_manager
+    blocks = total_kv_blocks(scheduler)
 
     def too_large(tokens: int) -> bool:
         needed = manager.coordinator.get_num_blocks_to_allocate(
@@ -241,5 +251,6 @@ def most_kv_tokens(scheduler: Scheduler, encoded: int = 0) -> int:
         return needed > blocks
 
     ahead = scheduler.num_lookahead_tokens  # of drafts
-    most = bisect.bisect_left(range(scheduler.max_model_len + ahead + 1), True, key=too_large) - 1
-    return max(0, most - ahead)
+    lengths = range(scheduler.max_model_len + ahead + 1)
+    first_too_large = bisect.bisect_left(lengths, True, key=too_large)
+    return max(0, first_too_large - 1 - ahead)

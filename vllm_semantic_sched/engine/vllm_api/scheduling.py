@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from vllm.config import VllmConfig
@@ -44,17 +44,20 @@ class HookedScheduler(Scheduler):
     if capabilities.HOOKS.preempt_for_waiting:
 
         def preempt_for_waiting(self) -> None:
+            """Called by vLLM at the start of schedule()."""
             self.before_step()
 
     else:
 
         def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+            """One step of vLLM's scheduler, after `before_step`."""
             self.before_step()
             return super().schedule(*args, **kwargs)
 
     if capabilities.HOOKS.on_preemption:
 
         def on_preemption(self, request: Request, reset: bool) -> None:
+            """Called by vLLM before it frees a victim's blocks. `reset`: of the prefix cache."""
             self.before_preemption(request, keep_kv=not (reset or self.requires_kv_delivery))
             base: Any = super()
             base.on_preemption(request, reset)
@@ -81,10 +84,11 @@ def _watch_lookups(scheduler: Scheduler, connector: Any) -> None:
     """Note on a request the step in which a KV connector could not say yet what it has for it."""
 
     def watched(request: Request, *args: Any, **kwargs: Any) -> Any:
-        found = type(connector).get_num_new_matched_tokens(connector, request, *args, **kwargs)
-        pending = found[0] is None
+        answer = type(connector).get_num_new_matched_tokens(connector, request, *args, **kwargs)
+        tokens, _ = answer
+        pending = tokens is None
         request.semsched_lookup = scheduler.current_step if pending else None  # type: ignore[attr-defined]
-        return found
+        return answer
 
     connector.get_num_new_matched_tokens = watched
 
@@ -140,7 +144,7 @@ def running_prefills(scheduler: Scheduler) -> list[Request]:
     """Running requests whose prompt is not fully computed."""
     # vLLM's set also has requests whose KV is being loaded: they have blocks, but no seat.
     inflight = scheduler._inflight_prefills
-    return [one for one in inflight if one.status is RequestStatus.RUNNING]
+    return [request for request in inflight if request.status is RequestStatus.RUNNING]
 
 
 def is_loading(request: Request) -> bool:
@@ -152,7 +156,9 @@ def loading(scheduler: Scheduler) -> list[Request]:
     """Requests whose KV is being loaded beside steps."""
     done = scheduler.finished_recving_kv_req_ids
     inflight = scheduler._inflight_prefills
-    return [one for one in inflight if is_loading(one) and one.request_id not in done]
+    return [
+        request for request in inflight if is_loading(request) and request.request_id not in done
+    ]
 
 
 def loaded(scheduler: Scheduler) -> int:
@@ -189,11 +195,11 @@ def idle_sessions(scheduler: Scheduler) -> list[Request]:
     if not scheduler.num_waiting_for_streaming_input:
         return []
     return [
-        one
-        for one in scheduler.kv_holding_waiting
-        if one.status is RequestStatus.WAITING_FOR_STREAMING_REQ
-        and one not in _without_kv
-        and not one.num_in_flight_tokens
+        request
+        for request in scheduler.kv_holding_waiting
+        if request.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+        and request not in _without_kv
+        and not request.num_in_flight_tokens
     ]
 
 
@@ -213,31 +219,40 @@ def compute_again(scheduler: Scheduler, session: Request) -> None:
         scheduler.waiting.add_request(session)
 
 
+class _Limits(NamedTuple):
+    """vLLM's fields, as configured."""
+
+    tokens: int  # max_num_scheduled_tokens
+    prompt_tokens: int  # long_prefill_token_threshold
+    adaptive: bool  # adaptive_long_prefill_threshold
+
+
 class StepLimits:
     """Lowers vLLM's limits on the tokens of a step, for one step."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._saved: tuple[int, int, bool] | None = None
+        self._saved: _Limits | None = None
 
     def lower(self, tokens: int | None, prompt_tokens: int | None) -> None:
         """At most `tokens` in the step, and of each request at most `prompt_tokens` of its prompt;
         None: as configured."""
-        scheduler, config = self._scheduler, self._scheduler.scheduler_config
+        scheduler = self._scheduler
+        config = scheduler.scheduler_config
         if self._saved is None:
-            self._saved = (
-                scheduler.max_num_scheduled_tokens,
-                config.long_prefill_token_threshold,
-                scheduler.adaptive_long_prefill_threshold,
+            self._saved = _Limits(
+                tokens=scheduler.max_num_scheduled_tokens,
+                prompt_tokens=config.long_prefill_token_threshold,
+                adaptive=scheduler.adaptive_long_prefill_threshold,
             )
         if tokens is not None:
-            most = scheduler.max_num_scheduled_tokens
-            scheduler.max_num_scheduled_tokens = min(tokens, most)
+            configured = scheduler.max_num_scheduled_tokens
+            scheduler.max_num_scheduled_tokens = min(tokens, configured)
         if prompt_tokens is not None:
             # It counts for decodes with drafts, too, and the last tokens of a prompt go together.
-            least = 1 + max(scheduler.num_spec_tokens, scheduler.num_prefill_lookahead)
+            shortest = 1 + max(scheduler.num_spec_tokens, scheduler.num_prefill_lookahead)
             given = config.long_prefill_token_threshold
-            cap = max(least, prompt_tokens)
+            cap = max(shortest, prompt_tokens)
             if given and not scheduler.adaptive_long_prefill_threshold:
                 cap = min(cap, given)
             config.long_prefill_token_threshold = cap
@@ -247,10 +262,10 @@ class StepLimits:
     def restore(self) -> None:
         """Put the limits back that `lower` has changed."""
         if self._saved is not None:
-            scheduler, config = self._scheduler, self._scheduler.scheduler_config
-            scheduler.max_num_scheduled_tokens = self._saved[0]
-            config.long_prefill_token_threshold = self._saved[1]
-            scheduler.adaptive_long_prefill_threshold = self._saved[2]
+            scheduler = self._scheduler
+            scheduler.max_num_scheduled_tokens = self._saved.tokens
+            scheduler.scheduler_config.long_prefill_token_threshold = self._saved.prompt_tokens
+            scheduler.adaptive_long_prefill_threshold = self._saved.adaptive
             self._saved = None
 
 
@@ -337,12 +352,15 @@ def adapters_in_use(scheduler: Scheduler) -> set[int]:
     """The LoRA adapters of the running requests."""
     if not scheduler.lora_config:
         return set()
-    return {one.lora_request.lora_int_id for one in scheduler.running if one.lora_request}
+    return {
+        request.lora_request.lora_int_id for request in scheduler.running if request.lora_request
+    }
 
 
 def lacks_adapter(scheduler: Scheduler, request: Request, in_use: Collection[int]) -> bool:
     """Whether a waiting request needs an adapter beside those in use, and there is no slot left."""
-    config, wanted = scheduler.lora_config, request.lora_request
+    config = scheduler.lora_config
+    wanted = request.lora_request
     if not config or not wanted:
         return False
     return wanted.lora_int_id not in in_use and len(in_use) >= config.max_loras
@@ -364,7 +382,8 @@ def _encoder_holders(scheduler: Scheduler, request: Request) -> Sequence[Collect
         if missing <= 0:
             break
         if running.has_encoder_inputs:
-            held = manager.get_cached_input_ids(running)
-            missing -= sum(running.get_num_encoder_embeds(one) for one in held)
-            holders += [running] if held else []
+            inputs = manager.get_cached_input_ids(running)
+            missing -= sum(map(running.get_num_encoder_embeds, inputs))
+            if inputs:
+                holders.append(running)
     return [holders] if holders and missing <= 0 else ()

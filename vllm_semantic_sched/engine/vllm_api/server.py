@@ -30,19 +30,22 @@ def is_beam(request_id: str) -> bool:
 def encode_with_rank(engine_client: Any) -> Callable[..., AsyncGenerator[Any, None]]:
     """The engine client's `encode`, with the argument `RANK`: vLLM has it in `generate` and in
     `add_request`, which both call."""
-    encode, add_request = engine_client.encode, engine_client.add_request
+    encode = engine_client.encode
+    add_request = engine_client.add_request
     if RANK in inspect.signature(encode).parameters:
         return cast("Callable[..., AsyncGenerator[Any, None]]", encode)
     ranks: dict[str, int] = {}
 
     def add(request_id: str, *args: Any, **kwargs: Any) -> Any:
-        if (rank := ranks.pop(request_id, None)) is not None:
+        rank = ranks.pop(request_id, None)
+        if rank is not None:
             kwargs[RANK] = rank
         return add_request(request_id, *args, **kwargs)
 
     async def ranked(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         request_id = args[2] if len(args) > 2 else kwargs["request_id"]
-        if (rank := kwargs.pop(RANK, None)) is not None:
+        rank = kwargs.pop(RANK, None)
+        if rank is not None:
             ranks[request_id] = rank
         try:
             async with aclosing(encode(*args, **kwargs)) as outputs:
@@ -57,20 +60,23 @@ def encode_with_rank(engine_client: Any) -> Callable[..., AsyncGenerator[Any, No
 
 def limits_on_all(vllm_config: VllmConfig) -> list[str]:
     """Options given by which API servers refuse requests, whatever their level (from 0.33 on)."""
-    names = "max_num_queued_reqs", "max_num_queued_tokens"
-    given = [one for one in names if getattr(vllm_config.scheduler_config, one, None) is not None]
-    return [f"--{one.replace('_', '-')}" for one in given]
+    options = []
+    for field in ("max_num_queued_reqs", "max_num_queued_tokens"):
+        if getattr(vllm_config.scheduler_config, field, None) is not None:
+            options.append(f"--{field.replace('_', '-')}")
+    return options
 
 
-def class_name(one: type) -> str:
-    return f"{one.__module__}.{one.__qualname__}"
+def class_name(cls: type) -> str:
+    """The name of a class with that of its module, as options of vLLM take it."""
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def other_scheduler(vllm_config: VllmConfig) -> str | None:
     """The scheduler class that engines of a configuration run, if it is none of this package's: a
     platform's plug-in may have replaced the one that the user named."""
     scheduler = vllm_config.scheduler_config.get_scheduler_cls()
-    ours = any(one.__module__.startswith(_PACKAGE) for one in scheduler.__mro__)
+    ours = any(base.__module__.startswith(_PACKAGE) for base in scheduler.__mro__)
     return None if ours else class_name(scheduler)
 
 
@@ -185,13 +191,14 @@ def describe_hardware(config: VllmConfig) -> Hardware:
 def describe_model(config: VllmConfig) -> tuple[int, dict[str, Any]]:
     """The tensor-parallel size of an engine, and the arguments of `ModelShape.from_config`."""
     model = config.model_config
-    return config.parallel_config.tensor_parallel_size, {
+    arguments = {
         "name": str(model.served_model_name or model.model),
         "config": model.hf_config.to_dict(),
         "dtype": str(model.dtype),
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
         "quantization": model.quantization,
     }
+    return config.parallel_config.tensor_parallel_size, arguments
 
 
 def serve_arguments(options: Sequence[str]) -> argparse.Namespace:
@@ -224,8 +231,8 @@ def why_no_kv_connector(config: VllmConfig, name: str) -> str | None:
     if it would."""
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_connector != name:  # --kv-offloading-size replaces it
-        other = None if transfer is None else transfer.kv_connector
-        return f"another option chooses the KV connector {other}"
+        chosen = None if transfer is None else transfer.kv_connector
+        return f"another option chooses the KV connector {chosen}"
     if config.model_config.is_encoder_decoder:  # the scheduler asserts that
         return "vLLM runs encoder-decoder models without KV connectors"
     return None
