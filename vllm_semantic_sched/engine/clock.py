@@ -49,13 +49,16 @@ class ServiceClock:
         self._since: float | None = None
 
     def __call__(self) -> float:
-        return (self.seconds() if self._since is None else self._since) - self._paused
+        now = self.seconds() if self._since is None else self._since
+        return now - self._paused
 
     def pause(self) -> None:
+        """Stop the clock; no-op if it stands."""
         if self._since is None:
             self._since = self.seconds()
 
     def resume(self) -> None:
+        """Let the clock go on; no-op if it does."""
         if self._since is not None:
             self._paused += self.seconds() - self._since
             self._since = None
@@ -82,7 +85,8 @@ class StepClock:
         start is unknown."""
         batch, begin = self._in_flight.pop(id(output), (None, 0.0))
         start = self._last_output if self._went_on else max(begin, self._last_output)
-        self._last_output, self._went_on = now, True
+        self._last_output = now
+        self._went_on = True
         return None if batch is None else (batch, now - start)
 
     def idle(self) -> None:
@@ -101,10 +105,11 @@ class StepSamples:
 
     def scheduled(self, output: SchedulerOutput, begin: float, batch: Callable[[], Batch]) -> None:
         """A step's schedule() began then, in seconds: sample it if it is time for one."""
-        due = begin >= self._next and len(self._samples) < _MOST_SAMPLES
-        if due:
+        sampled = None
+        if begin >= self._next and len(self._samples) < _MOST_SAMPLES:
             self._next = begin + _SAMPLE_GAP
-        self._clock.scheduled(output, batch() if due else None, begin)
+            sampled = batch()
+        self._clock.scheduled(output, sampled, begin)
 
     def finished(self, output: SchedulerOutput, now: float) -> None:
         """The output of a step has arrived."""
@@ -118,11 +123,19 @@ class StepSamples:
 
     def drain(self) -> list[tuple[int, int, int, int, int, int]]:
         """The samples: decodes, context, prefills, tokens, squares (see `Batch`), microseconds."""
-        samples, self._samples = self._samples, []
-        return [
-            (b.decodes, b.context, b.prefills, b.prefill_tokens, b.prefill_squares, round(s * 1e6))
-            for b, s in samples
+        rows = [
+            (
+                batch.decodes,
+                batch.context,
+                batch.prefills,
+                batch.prefill_tokens,
+                batch.prefill_squares,
+                round(seconds * 1e6),
+            )
+            for batch, seconds in self._samples
         ]
+        self._samples = []
+        return rows
 
 
 def batch_of(
@@ -134,7 +147,8 @@ def batch_of(
         requests: the scheduler's, after schedule(): their computed tokens include this step's.
         draft_tokens: speculative tokens that a decoding request may have in a step.
     """
-    scheduled, most = output.num_scheduled_tokens, 1 + draft_tokens
+    scheduled = output.num_scheduled_tokens
+    most = 1 + draft_tokens  # of a decoding request
     batch = Batch(decodes=len(scheduled))
     decoding: Iterable[str] = scheduled
     if output.total_num_scheduled_tokens > len(scheduled):

@@ -43,7 +43,8 @@ class Guard:
 
     def __call__(self, doing: str) -> _GuardedBlock:
         """Guard a block that is `doing` something: the counter's label and part of the log."""
-        if (block := self._blocks.get(doing)) is None:
+        block = self._blocks.get(doing)
+        if block is None:
             block = self._blocks[doing] = _GuardedBlock(doing, self.failed)
         return block
 

@@ -66,7 +66,8 @@ class LivePolicy:
         """Switch to the policy that was read since the last call, if it is valid. Returns the
         outcome of the latest reload: `result` (started, adopted, unchanged, refused), `version`,
         `fingerprint`, `changed` keys if adopted, `reason` if refused."""
-        loaded, self.loaded = self.loaded, None
+        loaded = self.loaded
+        self.loaded = None
         if loaded is not None:
             # Reported if the next line raises.
             self._report = {"result": "refused", "reason": "an exception; see the server's log"}
@@ -76,6 +77,7 @@ class LivePolicy:
         return self._report | version
 
     def close(self) -> None:
+        """End the thread that reads the file, after the reloads requested so far."""
         self._requests.put(None)
 
     def _decide(self, loaded: tuple[Policy, EngineProfile] | PolicyError) -> dict[str, Any]:
@@ -88,7 +90,8 @@ class LivePolicy:
         except PolicyError as problem:
             logger.error(
                 "Semantic scheduling: the policy was not reloaded, version %d stays in force: %s",
-                *(self.version.number, problem),
+                self.version.number,
+                problem,
             )
             return {"result": "refused", "reason": str(problem)}
         version = live.PolicyVersion(self.version.number + 1, live.fingerprint(policy, profile))
@@ -101,12 +104,17 @@ class LivePolicy:
         self.version = version
         logger.info(
             "Semantic scheduling: policy version %d (%s) is in force; changed: %s.",
-            *(version.number, version.fingerprint, ", ".join(changed)),
+            version.number,
+            version.fingerprint,
+            ", ".join(changed),
         )
         return {"result": "adopted", "changed": changed}
 
     def _serve(self) -> None:
-        while (done := self._requests.get()) is not None:
+        while True:
+            done = self._requests.get()
+            if done is None:
+                return
             try:
                 self.loaded = self.load()
             except PolicyError as problem:
@@ -142,7 +150,8 @@ class CanaryDriver:
         self.core.check(new)
         self._policies = {"current": current, "new": new}
         # The promises in force now: a policy cannot keep its own by promising less.
-        self.running = self._last = Canary(plan, current.all_tiers, self.core.lifecycle.clock())
+        self.running = Canary(plan, current.all_tiers, self.core.lifecycle.clock())
+        self._last = self.running
         self.core.lifecycle.listeners.append(self.running)
         self._end = ""
         logger.info("Semantic scheduling: a canary began (%s).", plan)
@@ -150,14 +159,18 @@ class CanaryDriver:
 
     def drive(self) -> None:
         """Switch policies if it is time, and end the canary if it is over or breaks a promise."""
-        canary, now = self.running, self.core.lifecycle.clock()
+        canary = self.running
         if canary is None:
             return
+        now = self.core.lifecycle.clock()
         if now >= self._next_look:
             self._next_look = now + _LOOK
             broken = canary.broken(now)
-            if broken or canary.is_over(now):
-                self.stop(f"rolled back: {broken}" if broken else "over")
+            if broken:
+                self.stop(f"rolled back: {broken}")
+                return
+            if canary.is_over(now):
+                self.stop("over")
                 return
         self._put_in_force(canary.arm(now))
 
@@ -166,9 +179,11 @@ class CanaryDriver:
         if self.running is None:
             return
         self.core.lifecycle.listeners.remove(self.running)
-        self.running, self._end = None, reason
+        self.running = None
+        self._end = reason
         logger.warning("Semantic scheduling: the canary ended: %s.", reason)
-        self._put_in_force("new" if keep else "current")
+        kept = "new" if keep else "current"
+        self._put_in_force(kept)
         self.arm = "current"
 
     def report(self) -> dict[str, Any]:

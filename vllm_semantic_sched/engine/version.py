@@ -29,14 +29,14 @@ def check_vllm_version(version: str) -> None:
         release = None
     if release is not None and release in SUPPORTED:
         return
-    found = f"vllm-semantic-sched supports vLLM {SUPPORTED}, but vLLM {version} is installed."
+    problem = f"vllm-semantic-sched supports vLLM {SUPPORTED}, but vLLM {version} is installed."
     if os.environ.get(ALLOW_UNTESTED) != "1":
         raise UnsupportedVersion(
-            f"{found} Install a supported release, start without --scheduler-cls, or set "
+            f"{problem} Install a supported release, start without --scheduler-cls, or set "
             f"{ALLOW_UNTESTED}=1 to try this one."
         )
     logging.getLogger("vllm.semantic_sched").warning(
-        "Semantic scheduling: %s %s=1 tries it.", found, ALLOW_UNTESTED
+        "Semantic scheduling: %s %s=1 tries it.", problem, ALLOW_UNTESTED
     )
 
 

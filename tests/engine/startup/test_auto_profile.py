@@ -26,7 +26,7 @@ def build(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     monkeypatch.setattr(auto_profile, "_measured", {})
-    monkeypatch.setattr(auto_profile, "measure_device", lambda *args: MEASURED)
+    monkeypatch.setattr(auto_profile, "measure_device", lambda **given: MEASURED)
 
     def make(name: str = "this processor", kind: str = "cpu", memory: float = 8.0, here=True):
         hardware = Hardware(kind, name, "float32", memory, here)
@@ -58,7 +58,7 @@ def test_known_device_is_looked_up(build) -> None:
 def test_unknown_device_is_measured_once(build, monkeypatch) -> None:
     calls = []
     monkeypatch.setattr(
-        auto_profile, "measure_device", lambda *args: calls.append(args) or MEASURED
+        auto_profile, "measure_device", lambda **given: calls.append(given) or MEASURED
     )
     scheduler, said = build()
     assert same_costs(scheduler.core.profile, profile_on(scheduler, MEASURED))
@@ -80,7 +80,7 @@ def test_unknown_device_is_measured_once(build, monkeypatch) -> None:
 def test_unmeasurable_device_is_taken_for_the_nearest(
     build, monkeypatch, name, kind, memory, here, nearest
 ) -> None:
-    def fail(*args):
+    def fail(**given):
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(auto_profile, "measure_device", fail)
@@ -104,7 +104,7 @@ def test_reload_does_not_measure(build, monkeypatch) -> None:
     hardware = Hardware("cpu", "this processor", "float32", 8.0, True)
     monkeypatch.setattr(auto_profile, "describe_hardware", lambda config: hardware)
     monkeypatch.setattr(
-        auto_profile, "measure_device", lambda *args: pytest.fail("measured while serving")
+        auto_profile, "measure_device", lambda **given: pytest.fail("measured while serving")
     )
     _, profile = scheduler._reload()
     assert profile.hardware == "cpu"

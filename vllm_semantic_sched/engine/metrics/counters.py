@@ -40,7 +40,8 @@ class Counters:
                 self._observed[name, labels] = Counter()
 
     def add(self, name: str, label: str | Labels = (), count: float = 1) -> None:
-        self.totals[name, (label,) if isinstance(label, str) else label] += count
+        """Add to a counter; `label` holds the values of its labels, in the order of the table."""
+        self.totals[name, _labels(label)] += count
 
     def raise_to(self, name: str, total: float, label: str | Labels = ()) -> None:
         """Raise a counter to a total that is counted elsewhere."""
@@ -49,6 +50,7 @@ class Counters:
             self.add(name, label, more)
 
     def observe(self, name: str, value: float, label: str | Labels = ()) -> None:
+        """Add a value to a histogram; `label` as for `add`."""
         series = name, _labels(label)
         self._observed[series][bisect_left(HISTOGRAMS[name].buckets, value)] += 1
         self._sums[series] += value
@@ -69,23 +71,23 @@ class Counters:
         if now < self._next_message and not idle:
             return None
         self._next_message = now + _INTERVAL
-        # First, because `gauges` may bring counters up to date.
-        new = dict(one for one in _series(gauges()) if self._gauges.get(one[0]) != one[1])
-        self._gauges |= new
-        message = {
-            "counters": [
-                [name, labels, total - self._sent.get((name, labels), 0.0)]
-                for (name, labels), total in self.totals.items()
-                if total != self._sent.get((name, labels))
-            ],
-            "histograms": [
-                [name, labels, list(counts.items()), self._sums[name, labels]]
-                for (name, labels), counts in self._observed.items()
-            ],
-            "gauges": [[name, labels, value] for (name, labels), value in new.items()],
-        }
-        if not any(message.values()):
+        # Gauges come first, because `gauges` may bring counters up to date.
+        new_gauges: list[Any] = []
+        for (name, labels), value in _series(gauges()):
+            if self._gauges.get((name, labels)) != value:
+                self._gauges[name, labels] = value
+                new_gauges.append([name, labels, value])
+        new_counts: list[Any] = []
+        for (name, labels), total in self.totals.items():
+            sent = self._sent.get((name, labels))
+            if total != sent:
+                new_counts.append([name, labels, total - (sent or 0.0)])
+        new_values: list[Any] = []
+        for (name, labels), counts in self._observed.items():
+            new_values.append([name, labels, list(counts.items()), self._sums[name, labels]])
+        if not (new_counts or new_values or new_gauges):
             return None
+        message = {"counters": new_counts, "histograms": new_values, "gauges": new_gauges}
         self._sent = dict(self.totals)
         self._observed.clear()
         self._sums.clear()
@@ -94,8 +96,11 @@ class Counters:
 
 def _series(gauges: Gauges) -> Iterator[tuple[_Series, float]]:
     for name, values in gauges.items():
-        for label, value in values.items() if isinstance(values, Mapping) else [((), values)]:
-            yield (name, _labels(label)), value
+        if isinstance(values, Mapping):
+            for label, value in values.items():
+                yield (name, _labels(label)), value
+        else:
+            yield (name, ()), values
 
 
 def _labels(label: str | Labels) -> Labels:

@@ -82,12 +82,15 @@ class EventLog(Listener):
         self._thread.start()
 
     def moved(self, transition: Transition) -> None:
+        """Queue a line about a change of state."""
         self._queue(Event.of, transition)
 
     def held(self, job: Job, seconds: float) -> None:
+        """Queue a line about a hold that is over."""
         self._queue(Event.of_hold, job, seconds)
 
     def noted(self, job: Job, what: str, details: Mapping[str, Any]) -> None:
+        """Queue a line about a decision."""
         self._queue(Event.of_note, job, what, details)
 
     def engine(self, describe: Callable[[], dict[str, Any]], now: float) -> None:
@@ -121,8 +124,9 @@ class EventLog(Listener):
     # Background thread
 
     def _run(self) -> None:
-        if self._model != "" and (model := model_hash(self._model)):
-            self._models = dict.fromkeys(_READ, model)
+        digest = "" if self._model == "" else model_hash(self._model)
+        if digest:
+            self._models = dict.fromkeys(_READ, digest)
         last = False
         while not last:
             last = self._closing.wait(_INTERVAL)
@@ -138,7 +142,8 @@ class EventLog(Listener):
     def write(self, events: Sequence[Event], closes: bool = False) -> None:
         """Write events now. Errors are counted, not raised."""
         try:
-            tiers, dropped = self._tier_names(), self._dropped
+            tiers = self._tier_names()
+            dropped = self._dropped
             lines = [self._line(event, tiers[event.level]) for event in events]
             if dropped > self._told:
                 lines.insert(0, self._about("lost", lost=dropped - self._told))
@@ -156,7 +161,9 @@ class EventLog(Listener):
             self.file.write(("\n" if self._torn else "") + text)
             self.file.note_last(self._chain.last)
             self._written += len(events)
-            self._resumes, self._told, self._torn = None, dropped, False
+            self._told = dropped
+            self._resumes = None
+            self._torn = False
         except Exception as error:  # keep trying: space may be freed
             if not self._failed:
                 logger.error(
@@ -171,7 +178,8 @@ class EventLog(Listener):
 
     def _line(self, event: Event, tier: str) -> dict[str, Any]:
         line = event.line(self._engine, tier)
-        if model := self._models.get(line.get("level_from", "")):
+        model = self._models.get(line.get("level_from", ""))
+        if model is not None:
             line["model"] = model
         if self._hash_ids:
             hash_ids(line, self._chain.key)
@@ -250,7 +258,8 @@ class _File(RotatingFileHandler):
 
     def reopen(self) -> None:
         """Discard what could not be written; the next write opens the file again."""
-        stream, self.stream = self.stream, None
+        stream = self.stream
+        self.stream = None
         with contextlib.suppress(OSError):
             if stream is not None:
                 stream.close()

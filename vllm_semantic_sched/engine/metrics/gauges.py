@@ -1,48 +1,61 @@
 """What an engine reports of its requests, and all its gauges."""
 
 import math
-import operator
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
-from vllm_semantic_sched.engine.clock import monotonic
+from vllm_semantic_sched.engine import vllm_api
+from vllm_semantic_sched.engine.clock import StepSamples, monotonic
 from vllm_semantic_sched.engine.metrics.counters import Counters, Gauges
 from vllm_semantic_sched.engine.metrics.event_log import EventLog
+from vllm_semantic_sched.policy.canary import Canary
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job, JobState
+from vllm_semantic_sched.policy.live import PolicyVersion
 from vllm_semantic_sched.policy.record.lifecycle import Listener, Transition
 
 
 class RequestMetrics(Listener):
+    """Counts and times requests as they change state."""
+
     def __init__(self, core: SchedulingCore, counters: Counters) -> None:
         self._core = core
         self._counters = counters
         counters.start_at_zero(core.policy.tier_names)
 
     def moved(self, transition: Transition) -> None:
-        job, before, state, time, reason, plan = transition[:6]
+        """Count ends, preemptions and violations of the order, and time first seats and answers."""
+        job = transition.job
+        state = transition.state
         if state is JobState.RUNNING:
-            if job.started == time and before is JobState.WAITING:
-                self._observe("queueing_delay_seconds", job, time)
+            is_first = job.started == transition.time and transition.before is JobState.WAITING
+            if is_first:
+                self._observe("queueing_delay_seconds", job, transition.time)
                 if job.passed is not None:
                     self._counters.add("seat_order_violations", (self._tier(job), job.passed.value))
         elif state.is_end:
             self._counters.add("ended_requests", (self._tier(job), state.value))
             if state is JobState.COMPLETED:
-                self._observe("e2e_latency_seconds", job, time)
-                if job.outrun:
-                    self._counters.add("finish_order_violations", self._tier(job))
-                expected = self._core.estimates.first_estimate(job)
-                if expected is not None and reason == "stop":
-                    self._counters.observe("length_error_ratio", job.generated / expected)
-        elif plan:
-            self._counters.add("preemptions", (plan, reason))
+                self._completed(transition)
+        elif transition.plan:
+            self._counters.add("preemptions", (transition.plan, transition.reason))
+
+    def _completed(self, transition: Transition) -> None:
+        job = transition.job
+        self._observe("e2e_latency_seconds", job, transition.time)
+        if job.outrun:
+            self._counters.add("finish_order_violations", self._tier(job))
+        expected = self._core.estimates.first_estimate(job)
+        if expected is not None and transition.reason == "stop":
+            self._counters.observe("length_error_ratio", job.generated / expected)
 
     def first_token(self, job: Job) -> None:
+        """Time a request's first token, from its arrival."""
         if job.first_token is not None:
             self._observe("time_to_first_token_seconds", job, job.first_token)
 
     def held(self, job: Job, seconds: float) -> None:
+        """Add a hold that is over to the time that requests of its tier were held."""
         self._counters.add("held_seconds", self._tier(job), seconds)
 
     def _observe(self, name: str, job: Job, until: float) -> None:
@@ -52,15 +65,68 @@ class RequestMetrics(Listener):
         return self._core.policy.tier_names[job.level]
 
 
-def gauges_of(scheduler: Any, event_log: EventLog | None) -> Gauges:
+class HasGauges(Protocol):
+    """A part of the scheduler with gauges of its own."""
+
+    def gauges(self) -> Mapping[str, float]:
+        """Values by name of the gauge."""
+
+
+class HasVersion(Protocol):
+    """See `LivePolicy`."""
+
+    version: PolicyVersion
+
+
+class HasCanary(Protocol):
+    """See `CanaryDriver`."""
+
+    running: Canary | None
+
+
+class MeasuredScheduler(Protocol):
+    """The attributes of a `SemanticScheduler` from which its metrics are taken."""
+
+    core: SchedulingCore
+    counters: Counters
+    observing: bool
+    samples: StepSamples
+    kv_cache_manager: vllm_api.KVCacheManager
+    max_num_scheduled_tokens: int
+    scheduler_config: vllm_api.SchedulerConfig
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Seconds on the policy's clock."""
+
+    @property
+    def live_policy(self) -> HasVersion:
+        """The policy in force."""
+
+    @property
+    def canary(self) -> HasCanary:
+        """The canary of this engine."""
+
+    @property
+    def predictions(self) -> HasGauges:
+        """The predictor."""
+
+    @property
+    def preemptions(self) -> HasGauges:
+        """Preemption and the host pool."""
+
+
+def gauges_of(scheduler: MeasuredScheduler, event_log: EventLog | None) -> Gauges:
     """The values of all gauges; brings counters that are counted elsewhere up to date."""
-    core, counters = scheduler.core, scheduler.counters
+    core = scheduler.core
+    counters = scheduler.counters
     if scheduler.observing and core.overload is not None:
         core.overload.load.slo.advance(scheduler.clock())
     if event_log is not None:
         event_log.report(counters)
         event_log.engine(lambda: describe(scheduler), monotonic())
-    version, scale = scheduler.live_policy.version, core.estimates.scale
+    version = scheduler.live_policy.version
+    scale = core.estimates.scale
     gauges: dict[str, Any] = {
         **_queues(core),
         **_overload(core),
@@ -85,7 +151,7 @@ def gauges_of(scheduler: Any, event_log: EventLog | None) -> Gauges:
     return gauges
 
 
-def describe(scheduler: Any) -> dict[str, Any]:
+def describe(scheduler: MeasuredScheduler) -> dict[str, Any]:
     """The engine, its policy and the times of its latest steps, for the event log."""
     core = scheduler.core
     capacity = core.holdings.capacity
@@ -109,7 +175,8 @@ def _by_tier(core: SchedulingCore, value: Callable[[int], float]) -> dict[str, f
 
 def _queues(core: SchedulingCore) -> Gauges:
     """Length and age of the queues. O(tiers)."""
-    names, lifecycle = core.policy.tier_names, core.lifecycle
+    names = core.policy.tier_names
+    lifecycle = core.lifecycle
     return {
         "tier_info": {(name, str(level)): 1.0 for level, name in enumerate(names)},
         "waiting_requests": _by_tier(core, lifecycle.waiting),
@@ -131,17 +198,19 @@ def _seating(core: SchedulingCore, counters: Counters) -> Gauges:
     gauges: dict[str, dict[str, float]] = {}
     if seating.fair_share.knobs.enabled:
         shares = seating.fair_share.shares(core.waiting.levels)
-        gauges["fair_share_deviation"] = _by_tier(
-            core, lambda level: round(operator.sub(*shares.get(level, (0.0, 0.0))), 4)
-        )
+
+        def deviation(level: int) -> float:
+            actual, due = shares.get(level, (0.0, 0.0))
+            return round(actual - due, 4)
+
+        gauges["fair_share_deviation"] = _by_tier(core, deviation)
     if seating.reservation.enabled:
-        gauges["reservation_free_seats"] = {
-            name: limit.seats - less_urgent.seats
-            for name, limit, less_urgent in zip(
-                core.policy.tier_names, seating.reservation.soft, core.holdings.below, strict=True
-            )
-            if limit.seats < math.inf
-        }
+        free_seats = {}
+        limits = zip(seating.reservation.soft, core.holdings.below, strict=True)
+        for name, (limit, less_urgent) in zip(core.policy.tier_names, limits, strict=True):
+            if limit.seats < math.inf:
+                free_seats[name] = limit.seats - less_urgent.seats
+        gauges["reservation_free_seats"] = free_seats
     if core.policy.tenants.fair:
         gauges["waiting_tenants"] = _by_tier(
             core, lambda level: len(core.waiting.queues[level].counters)
@@ -152,13 +221,19 @@ def _seating(core: SchedulingCore, counters: Counters) -> Gauges:
 def _overload(core: SchedulingCore) -> Gauges:
     """Gauges of pressure, shedding and promises. O(tiers)."""
     assert core.overload is not None
-    load, account = core.overload.load, core.overload.account
-    names, use = core.policy.tier_names, load.use()
+    load = core.overload.load
+    account = core.overload.account
+    names = core.policy.tier_names
+    use = load.use()
 
-    def promised(share: Callable[[int], float | None]) -> dict[str, float]:
+    def promised(share_of: Callable[[int], float | None]) -> dict[str, float]:
         """Where nothing was measured of late, nothing was broken."""
-        shares = {level: share(level) for level in range(len(names)) if load.slo.targets[level]}
-        return {names[one]: 1.0 if it is None else round(it, 4) for one, it in shares.items()}
+        shares = {}
+        for level, name in enumerate(names):
+            if load.slo.targets[level]:
+                share = share_of(level)
+                shares[name] = 1.0 if share is None else round(share, 4)
+        return shares
 
     return {
         "pressure": float(load.pressure.level),

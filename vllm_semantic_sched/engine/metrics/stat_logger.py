@@ -27,7 +27,10 @@ class SemanticStatLogger(vllm_api.StatLoggerBase):
     def record(
         self, scheduler_stats: Any, iteration_stats: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        message = None if scheduler_stats is None else vllm_api.detach_message(scheduler_stats)
+        """Publish the engine's message (`Counters.take_message`), if its statistics carry one."""
+        if scheduler_stats is None:
+            return
+        message = vllm_api.detach_message(scheduler_stats)
         if message is None:  # another scheduler, or nothing new
             return
         self._register()
@@ -49,7 +52,7 @@ class SemanticStatLogger(vllm_api.StatLoggerBase):
                 self._labeled(name, labels).set(value)
 
     def log_engine_initialized(self) -> None:
-        pass
+        """No-op: metrics are registered with the first message."""
 
     @classmethod
     def in_api_server(cls, name: str, *labels: str) -> Any:
@@ -90,11 +93,12 @@ def observe_all(
     lows = (0.0, *bounds)
     highs = (*bounds, lows[-1])
     # The sums with all values at the lower and at the upper ends of their buckets.
-    least, most = (sum(count * ends[at] for at, count in counts.items()) for ends in (lows, highs))
-    spread = most - least
+    lowest = sum(count * lows[index] for index, count in counts.items())
+    highest = sum(count * highs[index] for index, count in counts.items())
+    spread = highest - lowest
     # Not quite at the lower ends, which belong to the buckets below.
-    part = min(1.0, max(1e-3, (total - least) / spread)) if spread else 0.0
-    beyond = max(0.0, total - most)
+    part = min(1.0, max(1e-3, (total - lowest) / spread)) if spread else 0.0
+    beyond = max(0.0, total - highest)
     for index, count in counts.items():
         value = lows[index] + part * (highs[index] - lows[index])
         if index == len(bounds):

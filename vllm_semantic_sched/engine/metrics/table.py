@@ -24,8 +24,10 @@ class Metric(NamedTuple):
     def series(self, tiers: Sequence[str]) -> Iterator[tuple[str, ...]]:
         """The combinations of label values that are known beforehand. They are published as 0 at
         the start, because Prometheus sees no increase from absent to 1."""
-        known = self.labels.items()
-        return itertools.product(*(tiers if one == "tier" else values for one, values in known))
+        values_by_label = [
+            tiers if label == "tier" else values for label, values in self.labels.items()
+        ]
+        return itertools.product(*values_by_label)
 
 
 _SECONDS = (
@@ -59,7 +61,7 @@ COUNTERS = {
         "requests first; promoted: the other one gained levels; limit: a tenant's cap or a "
         "reservation; not_ready: the engine skipped it).",
         # A misread level is known to nobody here.
-        {**_TIER, "cause": [one.value for one in PassCause if one is not PassCause.MISREAD]},
+        {**_TIER, "cause": [cause.value for cause in PassCause if cause is not PassCause.MISREAD]},
     ),
     "predictions": Metric("Urgency levels read from prompts.", {"level": ()}),
     "instant_predictions": Metric("Prompts that the instant reader read on arrival."),

@@ -3,10 +3,12 @@ kept for corrections by operators."""
 
 import re
 from collections import OrderedDict
-from typing import Any
+from typing import Any, Protocol
 
 from vllm_semantic_sched.engine import vllm_api
+from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.vllm_api import EngineCoreOutputs, Request, RequestStatus
+from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.overload.refusal import Refusal
@@ -23,7 +25,8 @@ _ANSWER = re.compile(r"\d+_(?P<parent>.*)")  # one of several answers to a promp
 
 def origin_of(request_id: str) -> str:
     """The client's id of a request, from vLLM's."""
-    return part["origin"] if (part := _PART.fullmatch(request_id)) else request_id
+    part = _PART.fullmatch(request_id)
+    return request_id if part is None else part["origin"]
 
 
 def is_part_of_beam(request: Request) -> bool:
@@ -35,7 +38,8 @@ def is_part_of_beam(request: Request) -> bool:
 
 def parent_of(request_id: str) -> str | None:
     """The prompt to which a request is one of several answers; None if it is the only one."""
-    return answer["parent"] if (answer := _ANSWER.fullmatch(request_id)) else None
+    answer = _ANSWER.fullmatch(request_id)
+    return None if answer is None else answer["parent"]
 
 
 # For the length estimates, and state and reason for the lifecycle.
@@ -75,12 +79,25 @@ def _has_stop_string(request: Request, tokenizer: Any) -> bool:
     return any(word in text for word in words)
 
 
+class EndingScheduler(Protocol):
+    """The attributes of a `SemanticScheduler` that `Endings` needs."""
+
+    core: SchedulingCore
+    counters: Counters
+    jobs: dict[str, Job]
+    requests: dict[str, Request]
+    log_stats: bool
+
+    def finish_requests(self, request_ids: str, finished_status: RequestStatus) -> object:
+        """See `vllm_api.Scheduler`."""
+
+
 class Endings:
     """Ends requests from inside the scheduler: they leave the queues and free their KV at once.
     Their last outputs, which carry the refusal, go out with those of the next step. There always is
     one: vLLM keeps stepping until its workers know of every finished request."""
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: EndingScheduler) -> None:
         self._scheduler = scheduler
         self._outputs: dict[int, list[vllm_api.EngineCoreOutput]] = {}
         self._deferred: dict[str, Refusal] | None = None
@@ -96,7 +113,7 @@ class Endings:
     def refuse(self, request_id: str, refusal: Refusal) -> bool:
         """End a waiting or running request with a code that its client sees, and count it; False if
         there is none, or it cannot be refused (`can_end`)."""
-        job: Job | None = self._scheduler.jobs.get(request_id)
+        job = self._scheduler.jobs.get(request_id)
         if not self._end(request_id, refusal):
             return False
         if job is not None:
@@ -108,12 +125,14 @@ class Endings:
         """End a request, and the other answers to the same prompt: vLLM tells the client of the
         refusal when all of them have ended, those too that are still on their way here."""
         self.refuse(job.request_id, refusal)
-        if (prompt := parent_of(job.request_id)) is not None:
-            self.refused_prompts[prompt] = refusal
-            if len(self.refused_prompts) > _REMEMBERED:
-                self.refused_prompts.popitem(last=False)
-            for number in range(_MOST_ANSWERS):
-                self.refuse(f"{number}_{prompt}", refusal)
+        prompt = parent_of(job.request_id)
+        if prompt is None:
+            return
+        self.refused_prompts[prompt] = refusal
+        if len(self.refused_prompts) > _REMEMBERED:
+            self.refused_prompts.popitem(last=False)
+        for number in range(_MOST_ANSWERS):
+            self.refuse(f"{number}_{prompt}", refusal)
 
     def _end(self, request_id: str, refusal: Refusal) -> bool:
         """End a request; during schedule(), after it. False if it is gone or cannot be ended."""
@@ -124,7 +143,8 @@ class Endings:
             is_new = request_id not in self._deferred
             self._deferred.setdefault(request_id, refusal)
             return is_new
-        if self._scheduler.log_stats and not (request.num_output_tokens or request.num_preemptions):
+        was_scheduled = request.num_output_tokens or request.num_preemptions
+        if self._scheduler.log_stats and not was_scheduled:
             # Without this event vLLM would count the queue and prefill times of a request that
             # was never scheduled from the machine's boot.
             request.record_event(vllm_api.EngineCoreEventType.SCHEDULED)
@@ -142,13 +162,16 @@ class Endings:
         self._deferred = {}
 
     def end_deferred(self) -> None:
-        deferred, self._deferred = self._deferred, None
-        for request_id, refusal in (deferred or {}).items():
+        """End the requests whose endings were put off, and no longer put any off."""
+        deferred = self._deferred or {}
+        self._deferred = None
+        for request_id, refusal in deferred.items():
             self._end(request_id, refusal)
 
     def deliver(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Add the last outputs of ended requests to a step's outputs, which are by client."""
-        pending, self._outputs = self._outputs, {}
+        pending = self._outputs
+        self._outputs = {}
         for client, last in pending.items():
             outputs.setdefault(client, EngineCoreOutputs()).outputs.extend(last)
 
@@ -165,7 +188,10 @@ class RecentReadings:
         if job.prediction is None or job.awaits_prediction:
             return
         origin = origin_of(job.request_id)
-        self._readings[origin] = {"probabilities": list(job.prediction.urgency), "level": job.level}
+        self._readings[origin] = {
+            "probabilities": list(job.prediction.urgency),
+            "level": job.level,
+        }
         self._readings.move_to_end(origin)
         if len(self._readings) > _KEPT:
             self._readings.popitem(last=False)

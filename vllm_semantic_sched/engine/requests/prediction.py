@@ -20,7 +20,8 @@ from vllm_semantic_sched.predict.window import DEFAULT_WINDOW
 
 # Tokens of a prompt that are decoded, half of them from each end: about twice a predictor's window,
 # and for a second look.
-_LONGEST_FIRST, _LONGEST_SECOND = 512, 4096
+_LONGEST_FIRST = 512
+_LONGEST_SECOND = 4096
 
 # Requests remembered between their submission and their arrival. Far more than vLLM's input queue
 # holds: only requests that it rejects stay here.
@@ -65,7 +66,8 @@ class PredictionFeed:
             return
         self.service = PredictionService(predictor, logger=logger, group=group)
         # A model whose files look complete loads beside the start of the engine.
-        core.estimates.buckets = buckets = self.service.start(stored_buckets(predictor.model))
+        buckets = self.service.start(stored_buckets(predictor.model))
+        core.estimates.buckets = buckets
         if predictor.instant.enabled:
             self.instant = _load_instant(predictor.model, buckets)
 
@@ -80,8 +82,9 @@ class PredictionFeed:
             return {}
         self._counters.raise_to("cached_predictions", self.service.cached)
         self._counters.raise_to("predictor_restarts", self.service.restarts)
-        for raised, looks in self.service.second_looks.ended.items():
-            self._counters.raise_to("second_looks", looks, "yes" if raised else "no")
+        looks = self.service.second_looks.ended
+        self._counters.raise_to("second_looks", looks[True], "yes")
+        self._counters.raise_to("second_looks", looks[False], "no")
         for texts, seconds in self.service.passes():
             self._counters.observe("prediction_batch_size", texts)
             self._counters.observe("prediction_pass_seconds", seconds)
@@ -103,11 +106,15 @@ class PredictionFeed:
         text = self._text(request.prompt_token_ids or (), _LONGEST_FIRST)
         provisional = None
         if self.instant is not None:
-            fits = passed is not None and self.instant.same_shape(passed)
-            provisional = passed if fits else self.instant.read(text)
+            if passed is not None and self.instant.same_shape(passed):
+                provisional = passed
+            else:
+                provisional = self.instant.read(text)
         if is_part_of_beam(request):  # else the same text would be read for each token of it
             return provisional, False
-        return provisional, submitted or self._submit(request.request_id, hint, text, provisional)
+        if submitted:
+            return provisional, True
+        return provisional, self._submit(request.request_id, hint, text, provisional)
 
     def _text(self, tokens: Sequence[int], most: int) -> str:
         """The first and the last of more than `most` tokens, decoded."""
@@ -151,8 +158,9 @@ class PredictionFeed:
         if not answers and not self._early:  # as in most steps
             return
         now = self._core.lifecycle.clock()
-        early, self._early = self._early, []
-        for request_id, prediction in (*early, *answers):
+        answers = self._early + answers
+        self._early = []
+        for request_id, prediction in answers:
             job = self._jobs.get(request_id)
             if job is None and request_id in self._ahead:
                 self._early.append((request_id, prediction))
@@ -176,20 +184,22 @@ class PredictionFeed:
     def applied(self) -> None:
         """The predictions of the last `drain` have been applied: count the levels that follow from
         them, and have long prompts read again."""
-        drained, self._drained = self._drained, []
+        drained = self._drained
+        self._drained = []
         for job, prediction, provisional in drained:
             if job.level_source is not LevelSource.PREDICTION:
                 continue
             self._counters.add("predictions", str(job.level))
             if provisional is not None and provisional != job.level:
-                raised = job.level < provisional
-                self._counters.add("corrected_levels", "raised" if raised else "lowered")
+                direction = "raised" if job.level < provisional else "lowered"
+                self._counters.add("corrected_levels", direction)
             if prediction is not None:
                 self._look_again(job, prediction)
 
     def _look_again(self, job: Job, prediction: Prediction) -> None:
         """Have the parts of a prompt read that its first reading did not see."""
-        policy, request = self._core.policy, self._requests.get(job.request_id)
+        policy = self._core.policy
+        request = self._requests.get(job.request_id)
         tokens = None if request is None else request.prompt_token_ids
         unseen = 1.0 - DEFAULT_WINDOW / max(1, job.prompt_tokens)
         if not job.level or not tokens or unseen <= 0 or job.state.is_end:
@@ -201,6 +211,7 @@ class PredictionFeed:
             self.service.look_again(job.request_id, job.level, key, text)
 
     def close(self) -> None:
+        """Stop the predictor process of this engine."""
         if self.service is not None:
             self.service.close()
 

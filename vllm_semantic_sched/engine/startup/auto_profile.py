@@ -38,12 +38,19 @@ def _find_device(config: VllmConfig, model: ModelShape, starting: bool) -> tuple
     key = (hardware.kind, hardware.dtype, model.width, model.inner, model.weights)
     if key not in _measured and starting and hardware.here:
         try:
-            device = hardware.kind, hardware.name, hardware.dtype
-            _measured[key] = measure_device(*device, model, hardware.memory)
+            _measured[key] = measure_device(
+                kind=hardware.kind,
+                name=hardware.name,
+                dtype=hardware.dtype,
+                model=model,
+                memory=hardware.memory,
+            )
         except Exception as error:
             logger.warning("Semantic scheduling: %s was not measured: %s", hardware.name, error)
     if key in _measured:
         return _measured[key], f"a benchmark of {hardware.name}"
-    is_cpu = hardware.kind == "cpu"
-    other = devices.device_named("cpu") if is_cpu else devices.nearest_device(hardware.memory)
-    return other, f"built-in figures for {other.name} ({hardware.name} is not in devices.yaml)"
+    if hardware.kind == "cpu":
+        similar = devices.device_named("cpu")
+    else:
+        similar = devices.nearest_device(hardware.memory)
+    return similar, f"built-in figures for {similar.name} ({hardware.name} is not in devices.yaml)"

@@ -48,13 +48,15 @@ def measure_device(
         return torch.full((rows, columns), 0.01, device=kind, dtype=kept)
 
     with torch.inference_mode():
-        tokens, weight = matrix(_TOKENS, model.width), matrix(model.inner, model.width)
+        tokens = matrix(_TOKENS, model.width)
+        weight = matrix(model.inner, model.width)
         product = _fastest(lambda: linear(tokens, weight), wait)
         # Weights that fit into the processor's caches are read from there.
         size = min(model.weights, _LARGEST)
         rows = max(1, int(size / tokens.element_size() / model.width))
-        token, many = matrix(1, model.width), matrix(rows, model.width)
-        reading = _fastest(lambda: linear(token, many), wait)
+        token = matrix(1, model.width)
+        weights = matrix(rows, model.width)
+        reading = _fastest(lambda: linear(token, weights), wait)
         source = torch.ones(_COPIED, dtype=torch.uint8, pin_memory=kind != "cpu")
         target = torch.empty(_COPIED, dtype=torch.uint8, device=kind)
         copying = _fastest(lambda: target.copy_(source), wait)
@@ -67,7 +69,7 @@ def measure_device(
         name=name,
         bf16=2 * tokens.numel() * model.inner / product / 1e12,
         memory=memory,
-        bandwidth=many.numel() * many.element_size() / reading / 1e9,
+        bandwidth=weights.numel() * weights.element_size() / reading / 1e9,
         host=_COPIED / copying / 1e9,
         measured=True,
     )

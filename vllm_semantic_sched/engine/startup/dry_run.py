@@ -27,5 +27,7 @@ def why_no_connector(options: Sequence[str], environment: Mapping[str, str]) -> 
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    lines = done.stdout.splitlines() if done.returncode == 0 else []
-    return lines[-1] or None if lines else None
+    lines = done.stdout.splitlines()
+    if done.returncode != 0 or not lines:
+        return None
+    return lines[-1] or None

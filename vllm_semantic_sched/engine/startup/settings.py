@@ -48,10 +48,14 @@ class SwapConfig(Section):
 def parse_settings(additional_config: Any) -> EngineSettings:
     """The settings of the command line; the environment variable SEMSCHED_POLICY overrides its
     policy. Raises PolicyError, which names the invalid key and the valid ones."""
-    given = additional_config.get("semantic_sched") if isinstance(additional_config, dict) else None
+    given = None
+    if isinstance(additional_config, dict):
+        given = additional_config.get("semantic_sched")
     settings = parse_section(EngineSettings, given or {}, source="semantic_sched")
     policy = os.environ.get(POLICY_VARIABLE)
-    return settings.model_copy(update={"policy": policy}) if policy else settings
+    if policy:
+        return settings.model_copy(update={"policy": policy})
+    return settings
 
 
 def load_settings(additional_config: Any) -> Policy:
@@ -78,7 +82,8 @@ class PolicyFile:
         nobody reads it while it is being written. True at the second call too: a server reads its
         policy long before it is up. A link to another file counts, as in a Kubernetes ConfigMap; a
         file that is gone does not."""
-        before, self._seen = self._seen, _signature(self.path)
+        before = self._seen
+        self._seen = _signature(self.path)
         if self._seen is None or self._seen != before or self._seen == self._adopted:
             return False
         self._adopted = self._seen
@@ -87,7 +92,7 @@ class PolicyFile:
 
 def _signature(path: Path) -> tuple[int, ...] | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
