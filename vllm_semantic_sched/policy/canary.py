@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from vllm_semantic_sched.policy.config.tiers import Tier
@@ -55,6 +55,39 @@ class Plan:
         return self.role != "turns" or since >= _UNSETTLED * share * self.period
 
 
+class _Turn(NamedTuple):
+    """The requests of a level in one turn."""
+
+    number: int
+    requests: int = 0
+    logs: float = 0.0  # sum of the logarithms of their latencies
+
+
+class _Turns(NamedTuple):
+    """Sums over turns, for the ratio-to-size estimate of a mean from clusters of unequal sizes
+    (Cochran, Sampling Techniques, 1977, chapter 9A)."""
+
+    requests: float = 0.0
+    logs: float = 0.0  # see `_Turn`
+    logs_squared: float = 0.0
+    logs_by_requests: float = 0.0
+    requests_squared: float = 0.0
+
+    def plus(self, turn: _Turn) -> _Turns:
+        """The sums with one more turn."""
+        return _Turns(
+            self.requests + turn.requests,
+            self.logs + turn.logs,
+            self.logs_squared + turn.logs**2,
+            self.logs_by_requests + turn.logs * turn.requests,
+            self.requests_squared + turn.requests**2,
+        )
+
+
+_NO_TURN = _Turn(-1)
+_NO_TURNS = _Turns()
+
+
 @dataclass(slots=True)
 class Tally:
     """Latencies of a level under one policy, by turn: requests of one share their luck."""
@@ -62,17 +95,17 @@ class Tally:
     count: int = 0  # requests
     met: int = 0  # those that met their promise; without one, all
     clusters: int = 0  # turns that are over
-    _open: tuple[int, int, float] = (-1, 0, 0.0)  # number, requests, sum of logarithms
-    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)  # n, s, s*s, s*n, n*n
+    _open: _Turn = _NO_TURN
+    _sums: _Turns = _NO_TURNS  # over the turns that are over
 
     def add(self, seconds: float, met: bool, cluster: int) -> None:
         """Count a request of the turn `cluster`."""
         self.count += 1
         self.met += met
-        if cluster != self._open[0]:
+        if cluster != self._open.number:
             self._close()
-        _, requests, total = self._open
-        self._open = (cluster, requests + 1, total + math.log(max(seconds, 1e-6)))
+        log = math.log(max(seconds, 1e-6))
+        self._open = _Turn(cluster, self._open.requests + 1, self._open.logs + log)
 
     @property
     def kept(self) -> float:
@@ -81,17 +114,22 @@ class Tally:
 
     def mean(self) -> tuple[float, float]:
         """Mean log latency (NaN without any) and its standard error (inf below two turns)."""
-        clusters, (n, s, ss, sn, nn) = self._all_turns()
-        mean = s / n if n else math.nan
+        clusters, sums = self._all_turns()
+        mean = sums.logs / sums.requests if sums.requests else math.nan
         if clusters < 2:
             return mean, math.inf
-        spread = max(0.0, ss - 2 * mean * sn + mean**2 * nn)
-        return mean, math.sqrt(spread * clusters / (clusters - 1)) / n
+        # Sum over turns of (logs - mean * requests)^2.
+        squares = (
+            sums.logs_squared - 2 * mean * sums.logs_by_requests + mean**2 * sums.requests_squared
+        )
+        variance = max(0.0, squares) * clusters / (clusters - 1)
+        return mean, math.sqrt(variance) / sums.requests
 
     def breaks(self, percentile: float, current: Tally) -> bool:
         """Whether surely fewer meet the promise than `percentile` %, and than under the current
         policy (Chernoff's bound)."""
-        allowed, missed = 1.0 - percentile / 100, 1.0 - self.kept if self.count else 0.0
+        allowed = 1.0 - percentile / 100
+        missed = 1.0 - self.kept if self.count else 0.0
         if current.count:
             usual = 1.0 - current.kept
             error = math.sqrt(usual * (1.0 - usual) / current.count)
@@ -103,17 +141,15 @@ class Tally:
             surprise += (1.0 - missed) * math.log((1.0 - missed) / (1.0 - allowed))
         return self.count * surprise > _SURE
 
-    def _all_turns(self) -> tuple[int, list[float]]:
+    def _all_turns(self) -> tuple[int, _Turns]:
         """Clusters and sums with the open turn."""
-        _, requests, total = self._open
-        if not requests:
+        if not self._open.requests:
             return self.clusters, self._sums
-        more = (requests, total, total**2, total * requests, requests**2)
-        return self.clusters + 1, [sum(pair) for pair in zip(self._sums, more, strict=True)]
+        return self.clusters + 1, self._sums.plus(self._open)
 
     def _close(self) -> None:
         self.clusters, self._sums = self._all_turns()
-        self._open = (self._open[0], 0, 0.0)
+        self._open = _Turn(self._open.number)
 
     def plain(self) -> list[Any]:
         """As plain values, which can be added up over engines; ends the present turn."""
@@ -122,8 +158,9 @@ class Tally:
 
     @classmethod
     def of_plain(cls, values: Iterable[Any]) -> Tally:
+        """The tally that `plain` described, or the sum of several."""
         count, met, clusters, *sums = values
-        return cls(count, met, clusters, _sums=sums)
+        return cls(count, met, clusters, _sums=_Turns(*sums))
 
 
 Tallies = dict[str, list[dict[str, Tally]]]
@@ -135,9 +172,9 @@ class Canary(Listener):
 
     def __init__(self, plan: Plan, tiers: Sequence[Tier], start: float) -> None:
         self.plan = plan
-        self.tallies: Tallies = {
-            arm: [{measure: Tally() for measure in MEASURES} for _ in tiers] for arm in ARMS
-        }
+        self.tallies: Tallies = {}
+        for arm in ARMS:
+            self.tallies[arm] = [{measure: Tally() for measure in MEASURES} for _ in tiers]
         self._tiers = tiers
         self._start = start
         self._waiting: dict[Job, None] = {}  # for a first token, oldest first
@@ -151,17 +188,20 @@ class Canary(Listener):
         return now - self._start >= self.plan.lease
 
     def moved(self, transition: Transition) -> None:
-        job, before, state, time, *_ = transition
-        if before is None:
+        """Note arrivals and ends; a completed request counts in `e2e` and `tpot`."""
+        job = transition.job
+        if transition.before is None:
             self._waiting[job] = None
-        elif state.is_end:
+        elif transition.state.is_end:
             self._waiting.pop(job, None)
-        if state is JobState.COMPLETED:
-            self._add(job, "e2e", time - job.arrival)
+        if transition.state is JobState.COMPLETED:
+            self._add(job, "e2e", transition.time - job.arrival)
             if job.first_token is not None and job.generated > 1:
-                self._add(job, "tpot", (time - job.first_token) / (job.generated - 1))
+                decoding = transition.time - job.first_token
+                self._add(job, "tpot", decoding / (job.generated - 1))
 
     def first_token(self, job: Job) -> None:
+        """Count the request in `ttft`."""
         self._waiting.pop(job, None)
         if job.first_token is not None:
             self._add(job, "ttft", job.first_token - job.arrival)
@@ -173,7 +213,8 @@ class Canary(Listener):
             for measure in self.plan.watch:
                 if getattr(tier.slo, measure) is None:
                     continue
-                current, new = (self.tallies[arm][level][measure] for arm in ARMS)
+                current = self.tallies["current"][level][measure]
+                new = self.tallies["new"][level][measure]
                 if measure == "ttft" and overdue[level]:
                     new = Tally(new.count + overdue[level], new.met)
                 if new.breaks(tier.slo.percentile, current):
@@ -184,9 +225,12 @@ class Canary(Listener):
         """By level: old requests under the new policy whose first token is late already."""
         counts: Counter[int] = Counter()
         for job in itertools.islice(self._waiting, _OLDEST):
-            elapsed, target = job.arrival - self._start, self._tiers[job.level].slo.ttft
-            late = target is not None and now - job.arrival > target
-            if late and self.plan.turn(elapsed)[0] == "new" and self.plan.settled(elapsed):
+            target = self._tiers[job.level].slo.ttft
+            if target is None or now - job.arrival <= target:
+                continue
+            elapsed = job.arrival - self._start
+            arm, _ = self.plan.turn(elapsed)
+            if arm == "new" and self.plan.settled(elapsed):
                 counts[job.level] += 1
         return counts
 
@@ -195,9 +239,10 @@ class Canary(Listener):
         if elapsed < 0 or not self.plan.settled(elapsed):
             return
         target = getattr(self._tiers[job.level].slo, measure)
-        tally = self.tallies[self.plan.turn(elapsed)[0]][job.level][measure]
+        arm, _ = self.plan.turn(elapsed)
+        tally = self.tallies[arm][job.level][measure]
         met = target is None or seconds <= target
-        tally.add(seconds, met, int(elapsed // self.plan.period))
+        tally.add(seconds, met, cluster=int(elapsed // self.plan.period))
 
 
 class Difference(NamedTuple):
@@ -212,32 +257,48 @@ class Difference(NamedTuple):
     interval: tuple[float, float] | None
 
 
-def compare(each: Sequence[dict[str, Any]]) -> list[Difference]:
+def compare(engines: Sequence[dict[str, Any]]) -> list[Difference]:
     """The measures that a policy has requests of, over all engines (`plain`)."""
-    found = []
-    for level in range(len(each[0]["new"])) if each else ():
+    differences: list[Difference] = []
+    if not engines:
+        return differences
+    for level in range(len(engines[0]["new"])):
         for measure in MEASURES:
-            current, new = (
-                Tally.of_plain(
-                    map(sum, zip(*(one[arm][level][measure] for one in each), strict=True))
-                )
-                for arm in ARMS
-            )
-            if not current.count and not new.count:
-                continue
-            (before, error), (after, other) = current.mean(), new.mean()
-            ratio, wide = after - before, _CERTAIN * math.hypot(error, other)
-            finite = math.isfinite(wide)
-            interval = (math.exp(ratio - wide), math.exp(ratio + wide)) if finite else None
-            counts, kept = (current.count, new.count), (current.kept, new.kept)
-            means = (math.exp(before), math.exp(after))
-            found.append(Difference(level, measure, counts, means, kept, interval))
-    return found
+            current = _over_engines(engines, "current", level, measure)
+            new = _over_engines(engines, "new", level, measure)
+            if current.count or new.count:
+                differences.append(_difference(level, measure, current, new))
+    return differences
+
+
+def _over_engines(engines: Sequence[dict[str, Any]], arm: str, level: int, measure: str) -> Tally:
+    tallies = [engine[arm][level][measure] for engine in engines]
+    return Tally.of_plain(map(sum, zip(*tallies, strict=True)))
+
+
+def _difference(level: int, measure: str, current: Tally, new: Tally) -> Difference:
+    current_mean, current_error = current.mean()
+    new_mean, new_error = new.mean()
+    ratio = new_mean - current_mean  # of logarithms
+    half_width = _CERTAIN * math.hypot(current_error, new_error)
+    interval = None
+    if math.isfinite(half_width):
+        interval = (math.exp(ratio - half_width), math.exp(ratio + half_width))
+    return Difference(
+        level,
+        measure,
+        counts=(current.count, new.count),
+        means=(math.exp(current_mean), math.exp(new_mean)),
+        kept=(current.kept, new.kept),
+        interval=interval,
+    )
 
 
 def plain(tallies: Tallies) -> dict[str, Any]:
     """The requests of one engine as plain values, for `compare`."""
-    return {
-        arm: [{name: tally.plain() for name, tally in level.items()} for level in levels]
-        for arm, levels in tallies.items()
-    }
+    values: dict[str, Any] = {}
+    for arm, levels in tallies.items():
+        values[arm] = [
+            {measure: tally.plain() for measure, tally in level.items()} for level in levels
+        ]
+    return values

@@ -86,7 +86,7 @@ class Placement:
         self._reported[engine] = report.time
         self._kv_used[engine] = 0.0 if report.kv_free is None else 1.0 - report.kv_free
         before = self._others[engine]
-        own = [ahead[engine] - other for ahead, other in zip(self.ahead, before, strict=True)]
+        own = [row[engine] - theirs for row, theirs in zip(self.ahead, before, strict=True)]
         if report.by_level is None:
             others = [max(0, report.work - own[-1])] * len(own)
         else:

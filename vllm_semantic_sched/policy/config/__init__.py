@@ -70,9 +70,11 @@ class Policy(Section):
             value = operator.attrgetter(name)(self)
             if value is not None and value > last:
                 raise ValueError(f"{name}: {value} is not a level; valid: 0 to {last}")
-        name, factor = "weighted_levels.factor", self.weighted_levels.factor
+        factor = self.weighted_levels.factor
         if factor is not None and self.base != "semantic":
-            raise ValueError(f"{name}: {factor:g} needs base: semantic; valid: unset")
+            raise ValueError(
+                f"weighted_levels.factor: {factor:g} needs base: semantic; valid: unset"
+            )
         return self
 
     @model_validator(mode="after")
@@ -106,8 +108,9 @@ class Policy(Section):
     def in_stock_order(self) -> Policy:
         """The policy of vLLM's own scheduler, with the same levels and promises."""
         tiers = tuple(Tier(name=tier.name, slo=tier.slo) for tier in self.tiers)
-        level = self.default_level
-        return Policy(base="fcfs", levels=self.levels, default_level=level, tiers=tiers)
+        return Policy(
+            base="fcfs", levels=self.levels, default_level=self.default_level, tiers=tiers
+        )
 
     @property
     def uses_urgency(self) -> bool:
@@ -122,15 +125,20 @@ class Policy(Section):
     def reads(self, hinted: bool, length_known: bool = False) -> bool:
         """Whether the predictor reads a request's text: only if the policy uses a level that no
         hint states (`hinted`), or a length that the request does not state (`length_known`)."""
-        wanted = (self.uses_urgency and not hinted) or (self.uses_length and not length_known)
-        return self.predictor.enabled and wanted
+        if not self.predictor.enabled:
+            return False
+        wants_level = self.uses_urgency and not hinted
+        wants_length = self.uses_length and not length_known
+        return wants_level or wants_length
 
 
 def load_policy(name_or_path: str | Path) -> Policy:
     """Read a policy by the name of a shipped one (`ems`) or by path. PolicyError if the file is
     missing, is not YAML, or is invalid."""
     data, source = read_config(name_or_path, kind="policy")
-    return parse_policy({} if data is None else data, source)
+    if data is None:  # an empty file
+        data = {}
+    return parse_policy(data, source)
 
 
 def parse_policy(data: Any, source: str = "policy") -> Policy:

@@ -12,7 +12,8 @@ from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 
 # Share of an error that one request corrects. It falls with the number of requests: the first ones
 # find the rough factor, later ones are averaged.
-_FIRST_STEP, _LAST_STEP = 1 / 10, 1 / 50
+_FIRST_STEP = 1 / 10
+_LAST_STEP = 1 / 50
 
 # Requests expected to be shorter than this share of the average bucket correct less, or one long
 # answer to such a request would distort all lengths.
@@ -44,11 +45,12 @@ class LengthCalibration:
     def __init__(self, buckets: LengthBuckets, adapt: bool = True) -> None:
         self.buckets = buckets  # calibrated; replaced as a whole
         self.adapt = adapt  # else only the ratio is measured
+        # Of each edge: from 0, at the mean below, to 1, at the mean above.
+        self._edge_places = []
         means = itertools.pairwise(buckets.means)
-        self._edge_places = [  # from 0, at the mean below, to 1, at the mean above
-            min(1.0, max(0.0, (edge - low) / (high - low))) if high > low else 0.5
-            for edge, (low, high) in zip(buckets.edges, means, strict=True)
-        ]
+        for edge, (low, high) in zip(buckets.edges, means, strict=True):
+            place = (edge - low) / (high - low) if high > low else 0.5
+            self._edge_places.append(min(1.0, max(0.0, place)))
         self._longest = max(buckets.means)
         self._learned = 0
         self._observed = self._expected = 0.0
@@ -82,7 +84,8 @@ class LengthCalibration:
         self._learned += 1
         # No mean exceeds the longest length seen or trained.
         self._longest = max(self._longest, tokens)
-        old, longest = self.buckets.means, self._longest
+        longest = self._longest
+        old = self.buckets.means
         count = len(old)
         more = 1 / count
         direction = [(p + more) * mean for p, mean in zip(probabilities, old, strict=True)]
@@ -103,10 +106,14 @@ def nearest_non_decreasing(values: Sequence[float]) -> list[float]:
         return list(values)
     pools: list[tuple[float, int]] = []  # mean, how many
     for value in values:
-        mean, count = value, 1
+        mean = value
+        count = 1
         while pools and pools[-1][0] > mean:
             above, members = pools.pop()
             mean = (mean * count + above * members) / (count + members)
             count += members
         pools.append((mean, count))
-    return [mean for mean, count in pools for _ in range(count)]
+    result: list[float] = []
+    for mean, count in pools:
+        result += [mean] * count
+    return result

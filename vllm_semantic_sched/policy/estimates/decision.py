@@ -39,7 +39,8 @@ def decide(
 ) -> tuple[int, str]:
     """The level, and what decided it: the rule, or `decision.certain` or `decision.possible`, which
     does not count for the `instant` reader: it can hardly rule level 0 out."""
-    rule, last = decision.rule, len(probabilities) - 1
+    rule = decision.rule
+    last = len(probabilities) - 1
     likeliest = max(range(last + 1), key=probabilities.__getitem__)
     if rule == "thresholds" and last != len(decision.thresholds):
         rule = "least_cost"  # the model has other levels than those that the thresholds cut
@@ -48,17 +49,30 @@ def decide(
     if rule == "least_cost":
         costs = expected_costs(probabilities, decision)
         return costs.index(min(costs)), rule
-    level, by = likeliest, "certain"
+    level = likeliest
+    reason = "certain"
     if probabilities[likeliest] < decision.certain:
-        level, by = bisect.bisect_right(decision.thresholds, expected_level(probabilities)), rule
-    bounds = zip(() if instant else decision.possible, (1, last - 1), strict=False)
-    least = min((at for bound, at in bounds if probabilities[0] >= bound), default=last)
-    return (max(1, least), "possible") if max(1, least) < level else (level, by)
+        level = bisect.bisect_right(decision.thresholds, expected_level(probabilities))
+        reason = rule
+    if instant:
+        return level, reason
+    # What may be an emergency gets level 1 at most, or just not the last level.
+    allowed = last
+    for_level_1, not_for_last = decision.possible
+    if probabilities[0] >= not_for_last:
+        allowed = last - 1
+    if probabilities[0] >= for_level_1:
+        allowed = min(allowed, 1)
+    allowed = max(allowed, 1)
+    if allowed < level:
+        return allowed, "possible"
+    return level, reason
 
 
 def deciding_rule(policy: Policy, job: Job) -> str:
     """What decided a job's level: `hint`, `priority`, `default`, `tenant_top`, or see `decide`."""
-    source, prediction = job.level_source, job.prediction
+    source = job.level_source
+    prediction = job.prediction
     if job.best_level and job.level == job.best_level:
         return "tenant_top"
     if source not in (LevelSource.PREDICTION, LevelSource.INSTANT) or prediction is None:
@@ -75,7 +89,8 @@ def predicted_level(policy: Policy, prediction: Prediction) -> int:
 def reading_level(policy: Policy, hint: Hint, provisional: Prediction | None) -> int:
     """The level by which the HTTP server prepares a request, and a gateway sees it, before the
     predictor has read it."""
-    if (reading := _counted(policy, hint, provisional)) is not None:
+    reading = _counted(policy, hint, provisional)
+    if reading is not None:
         return predicted_level(policy, reading)
     return policy.default_level if hint.level is None else hint.level
 
@@ -84,10 +99,14 @@ def reading_order(policy: Policy, hint: Hint, provisional: Prediction | None) ->
     """The key by which a prompt waits for the predictor, smallest first: the expected cost of
     serving the request last, negated, averaged over the whole text and its most urgent part. Of
     texts with the same provisional level, those that may be or hold an emergency go first."""
-    if (reading := _counted(policy, hint, provisional)) is not None:
-        each, last = (reading.urgency, reading.part or reading.urgency), len(reading.urgency) - 1
-        return -fmean(doubt(urgency, last, 0.0, policy.decision) for urgency in each)
-    return -mistake_cost(reading_level(policy, hint, None), policy.levels - 1, policy.decision)
+    reading = _counted(policy, hint, provisional)
+    if reading is not None:
+        last = len(reading.urgency) - 1
+        whole = doubt(reading.urgency, last, 0.0, policy.decision)
+        part = doubt(reading.part or reading.urgency, last, 0.0, policy.decision)
+        return -fmean((whole, part))
+    level = reading_level(policy, hint, None)
+    return -mistake_cost(level, policy.levels - 1, policy.decision)
 
 
 def _counted(policy: Policy, hint: Hint, provisional: Prediction | None) -> Prediction | None:
@@ -108,8 +127,10 @@ def preempting_level(probabilities: Sequence[float], level: int, instant: Instan
 
 def sure_level(probabilities: Sequence[float], least: float) -> int | None:
     """The most urgent level that is, with all more urgent ones, at least `least` probable."""
-    reached = itertools.accumulate(probabilities)
-    return next((at for at, share in enumerate(reached) if share >= least - _ROUNDING), None)
+    for level, share in enumerate(itertools.accumulate(probabilities)):
+        if share >= least - _ROUNDING:
+            return level
+    return None
 
 
 def expected_level(probabilities: Sequence[float]) -> float:
@@ -119,11 +140,13 @@ def expected_level(probabilities: Sequence[float]) -> float:
 
 def expected_costs(probabilities: Sequence[float], decision: Decision) -> list[float]:
     """Expected cost of serving at each level, in levels served too early."""
-    shares = list(enumerate(probabilities))
-    return [
-        math.fsum(share * mistake_cost(true, level, decision) for true, share in shares)
-        for level, _ in shares
-    ]
+    costs = []
+    for level in range(len(probabilities)):
+        mistakes = [
+            share * mistake_cost(true, level, decision) for true, share in enumerate(probabilities)
+        ]
+        costs.append(math.fsum(mistakes))
+    return costs
 
 
 def mistake_cost(true: int, level: int, decision: Decision) -> float:
@@ -161,11 +184,13 @@ class LevelWorth(NamedTuple):
 def level_worth(policy: Policy) -> LevelWorth:
     """The worth of a second under a policy: `missed_cost` times that of the next level, by default
     72, 6, 1, 1, 1."""
-    costs, worth = policy.decision.missed_cost, [1.0]
+    costs = policy.decision.missed_cost
+    lost = [1.0]  # from the last level up
     for level in reversed(range(policy.levels - 1)):
-        worth.append(worth[-1] * costs[min(level, len(costs) - 1)])
-    factor = (policy.protect.worth or worth[-1]) / worth[-1]
-    return LevelWorth(tuple(reversed(worth)), tuple(factor * each for each in reversed(worth)))
+        lost.append(lost[-1] * costs[min(level, len(costs) - 1)])
+    lost.reverse()
+    factor = (policy.protect.worth or lost[0]) / lost[0]
+    return LevelWorth(lost=tuple(lost), gained=tuple(factor * worth for worth in lost))
 
 
 def read_hints(
@@ -176,11 +201,13 @@ def read_hints(
     raised. `levels`, `default_level`: of the policy."""
     problem = None
     if hints.urgency != "ignore" and isinstance(extra_args, dict) and "urgency" in extra_args:
-        level = _as_level(sent := extra_args["urgency"])
+        sent = extra_args["urgency"]
+        level = _as_level(sent)
         if level is not None and 0 <= level < levels:
             return Hint(_capped(level, hints.urgency, hints), LevelSource.HINT)
         text = repr(sent)
-        text = text if len(text) <= 60 else f"{text[:57]}..."
+        if len(text) > 60:
+            text = f"{text[:57]}..."
         problem = f"urgency {text} is not a level; valid: 0 to {levels - 1}"
     if hints.priority != "ignore" and isinstance(priority, int) and priority != 0:
         # vLLM's priorities are unbounded: use the nearest level.

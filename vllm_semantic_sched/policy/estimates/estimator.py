@@ -41,8 +41,11 @@ class Estimator:
 
     @buckets.setter
     def buckets(self, trained: LengthBuckets | None) -> None:
-        adapt = self._policy.length.calibrate
-        self._calibration = LengthCalibration(trained, adapt) if trained else None
+        """Calibrate other buckets from now on."""
+        if trained is None:
+            self._calibration = None
+        else:
+            self._calibration = LengthCalibration(trained, adapt=self._policy.length.calibrate)
 
     @property
     def length_ratio(self) -> float | None:
@@ -52,12 +55,14 @@ class Estimator:
     def output_tokens(self, job: Job, share: float | None = None) -> float:
         """Total output tokens, above those generated so far: expected, or what a `share` of such
         answers does not exceed."""
-        length, generated = self._policy.length, job.generated
+        length = self._policy.length
+        generated = job.generated
         # At least one more token will come.
         limit = max(job.max_output_tokens, generated + 1)
         shortest = min(job.stated.shortest, limit)
         predicted = job.prediction.length if job.prediction else None
-        if predicted is None or (buckets := self.buckets) is None:
+        buckets = self.buckets
+        if predicted is None or buckets is None:
             expected = expected_without_prediction(length.default_tokens, generated)
             return min(max(expected, shortest), limit)
         estimate = length.estimate if share is None else share
@@ -69,7 +74,8 @@ class Estimator:
 
     def first_estimate(self, job: Job) -> float | None:
         """Output tokens predicted at first; None without, or if the job states its length."""
-        buckets, predicted = self.buckets, job.prediction.length if job.prediction else None
+        buckets = self.buckets
+        predicted = job.prediction.length if job.prediction else None
         is_stated = job.stated.shortest or job.stated.longest is not None
         if predicted is None or buckets is None or is_stated:
             return None

@@ -36,19 +36,23 @@ def expected_output_tokens(
         return float(limit)
     reached = generated if generated >= shortest else 0
     alive = bisect.bisect_right(buckets.edges, reached)
-    if estimate != "mean" and (total := sum(probabilities[alive:])) > 0:
-        share = estimate if isinstance(estimate, float) else _SHARE_BELOW[estimate]
-        quantile = _quantile(share * total, probabilities, buckets, reached)
-        return min(max(quantile, float(shortest)), float(limit))
-    expected = total = 0.0
+    if estimate != "mean":
+        alive_share = sum(probabilities[alive:])
+        if alive_share > 0:
+            share = estimate if isinstance(estimate, float) else _SHARE_BELOW[estimate]
+            quantile = _quantile(share * alive_share, probabilities, buckets, reached)
+            return min(max(quantile, float(shortest)), float(limit))
+    expected = 0.0
+    total = 0.0
     for index in range(alive, len(probabilities)):
-        if probability := probabilities[index]:
-            length: float = buckets.means[index]
-            if length <= reached:
-                length = _length_within(index, buckets, reached)
-            length = limit if length > limit else shortest if length < shortest else length
-            total += probability
-            expected += probability * length
+        probability = probabilities[index]
+        if not probability:
+            continue
+        length: float = buckets.means[index]
+        if length <= reached:
+            length = _length_within(index, buckets, reached)
+        total += probability
+        expected += probability * min(max(length, shortest), limit)
     if total <= 0:  # it has outlived all predicted lengths
         return min(_length_within(alive, buckets, reached), float(limit))
     return expected / total
@@ -66,12 +70,12 @@ def _quantile(
     low = float(generated)
     for index, probability in enumerate(probabilities):
         last = index == len(buckets.edges)
-        # The last bucket has no upper edge; few answers are twice as long as its mean.
-        high = (
-            2 * max(low, _length_within(index, buckets, generated))
-            if last
-            else buckets.edges[index]
-        )
+        high: float
+        if last:
+            # It has no upper edge; few answers are twice as long as its mean.
+            high = 2 * max(low, _length_within(index, buckets, generated))
+        else:
+            high = buckets.edges[index]
         if high <= generated:  # outlived
             continue
         if last or probability >= share:

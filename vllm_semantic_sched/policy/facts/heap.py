@@ -9,7 +9,8 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 T = TypeVar("T", bound=Hashable)
-_heappush, _heappop = heapq.heappush, heapq.heappop  # called several times per request
+_heappush = heapq.heappush  # called several times per request
+_heappop = heapq.heappop
 _heaps: WeakSet[AddressableHeap[Any]] = WeakSet()
 
 
@@ -51,7 +52,8 @@ class AddressableHeap(Generic[T]):
     def push(self, item: T, key: Any) -> bool:
         """Store `item` under `key`, or change its key. False only if `peek` returns the same item
         under the same key as before."""
-        live, entries = self._live, self._entries
+        live = self._live
+        entries = self._entries
         entry = (key, self._tick(), item)
         moved = item in live
         live[item] = entry
@@ -98,7 +100,9 @@ class AddressableHeap(Generic[T]):
 
     def pop_until(self, key: Any, most: int) -> Iterator[T]:
         """Remove and yield at most `most` items under keys up to `key`; the heap may change."""
-        return self._pop_until(key, most) if self.may_reach(key) else iter(())  # most steps: none
+        if not self.may_reach(key):  # as in most steps
+            return iter(())
+        return self._pop_until(key, most)
 
     def _pop_until(self, key: Any, most: int) -> Iterator[T]:
         for _ in range(most):
@@ -110,7 +114,8 @@ class AddressableHeap(Generic[T]):
     def ordered(self) -> Iterator[tuple[Any, T]]:
         """Keys and items by rising key, k of them in O(k log k); the heap must not change
         meanwhile."""
-        entries, live = self._entries, self._live
+        entries = self._entries
+        live = self._live
         frontier = [(entries[0], 0)] if entries else []
         while frontier:
             entry, index = _heappop(frontier)

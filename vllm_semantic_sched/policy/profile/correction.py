@@ -16,10 +16,12 @@ _SEQUENCES = (1, 4, 16, 64, 256, 1024)  # that have a factor
 _DOUBLING = tuple(2**n for n in range(11))  # of `BatchTerms.steps`
 _FACTORS = 10  # one for each of these, context, prefills, prefill tokens, prefill squares
 _CONTEXT, _PREFILLS, _TOKENS, _SQUARES = range(len(_SEQUENCES), _FACTORS)
-# Variances of the factors before any step: of all together, of each term by itself (together a
-# factor of two), of steps beside the straight line of the profile; correlation of the latter
-# between neighbors; time per sequence that is thought possible, as a share of a step's fixed time.
-_TOGETHER, _OWN, _UNEVEN, _NEIGHBORS, _LEAST_SLOPE = 0.5, 0.5, 0.05, 0.5, 1 / 64
+# Variances of the factors before any step. The first two together mean a factor of two.
+_TOGETHER = 0.5  # of all factors together
+_OWN = 0.5  # of each term by itself
+_UNEVEN = 0.05  # of steps beside the straight line of the profile
+_NEIGHBORS = 0.5  # correlation of the latter between neighbors
+_LEAST_SLOPE = 1 / 64  # possible time per sequence, as a share of a step's fixed time
 # Make a new profile when a factor has moved this far from the one in use (3 %).
 _NOTICEABLE = 0.03
 # Relative standard deviation of the predicted seconds of recent steps up to which they are certain.
@@ -81,34 +83,37 @@ class ProfileScale:
         """Given seconds by number of the factor; they add up to those of the step."""
         given = self.given
         below, above, weight = _place(batch.sequences)
-        found = [
+        terms = [
             (below, (1.0 - weight) * self._given_steps[below]),
             (above, weight * self._given_steps[above]),
             (_CONTEXT, given.batch_terms.per_context_token * batch.context),
         ]
         if batch.prefills:
-            found += (
+            terms += (
                 (_PREFILLS, given.batch_terms.per_prefill * batch.prefills),
                 (_TOKENS, given.alpha2 * batch.prefill_tokens),
                 (_SQUARES, given.alpha1 * batch.prefill_squares),
             )
-        return [term for term in found if term[1]]
+        return [(number, seconds) for number, seconds in terms if seconds]
 
     def _apply(self) -> None:
         """Make a new profile if it differs noticeably from the one in use."""
-        factors, load = self._steps.factors, self._copies.factors[0]
-        if abs(load - self.load) < _NOTICEABLE * self.load and all(
-            abs(new - old) < _NOTICEABLE * old
-            for new, old in zip(factors, self._applied, strict=True)
-        ):
+        factors = self._steps.factors
+        load = self._copies.factors[0]
+        changes = zip([load, *factors], [self.load, *self._applied], strict=True)
+        if all(abs(new - old) < _NOTICEABLE * old for new, old in changes):
             return
-        self._applied, self.load, given = factors[:], load, self.given
+        self._applied = factors[:]
+        self.load = load
+        given = self.given
         context, prefills, tokens, squares = factors[_CONTEXT:]
         steps = self._ordered_steps()
         self.decode = steps[0] / self._given_steps[0]
-        linear, square = given.alpha2 * _PROMPT, given.alpha1 * _PROMPT**2
+        linear = given.alpha2 * _PROMPT
+        square = given.alpha1 * _PROMPT**2
         self.prefill = (linear * tokens + square * squares) / (linear + square)
-        terms, more = given.batch_terms, self._largest - 1
+        terms = given.batch_terms
+        more = self._largest - 1
         slope = (_seconds_of(steps, self._largest) - steps[0]) / more if more else 0.0
         batch = BatchTerms(
             step=max(steps[0] - slope, 1e-3 * steps[0]),
@@ -129,13 +134,14 @@ class ProfileScale:
         factors = self._steps.factors
         steps = [a * b for a, b in zip(self._given_steps, factors[:_CONTEXT], strict=True)]
         last = len(steps) - 1
-        sure = min(range(last + 1), key=lambda at: abs(math.log(_SEQUENCES[at] / self._typical)))
-        for at in range(sure + 1, last + 1):
-            longest = steps[at - 1] * _SEQUENCES[at] / _SEQUENCES[at - 1]
-            steps[at] = min(max(steps[at], steps[at - 1]), longest)
-        for at in range(sure - 1, -1, -1):
-            shortest = steps[at + 1] * _SEQUENCES[at] / _SEQUENCES[at + 1]
-            steps[at] = max(min(steps[at], steps[at + 1]), shortest)
+        distances = [abs(math.log(count / self._typical)) for count in _SEQUENCES]
+        recent = distances.index(min(distances))
+        for index in range(recent + 1, last + 1):
+            longest = steps[index - 1] * _SEQUENCES[index] / _SEQUENCES[index - 1]
+            steps[index] = min(max(steps[index], steps[index - 1]), longest)
+        for index in range(recent - 1, -1, -1):
+            shortest = steps[index + 1] * _SEQUENCES[index] / _SEQUENCES[index + 1]
+            steps[index] = max(min(steps[index], steps[index + 1]), shortest)
         return steps
 
 
@@ -145,7 +151,8 @@ def _place(count: int) -> tuple[int, int, float]:
     above = 1
     while above < len(_SEQUENCES) - 1 and count > _SEQUENCES[above]:
         above += 1
-    start, end = _SEQUENCES[above - 1], _SEQUENCES[above]
+    start = _SEQUENCES[above - 1]
+    end = _SEQUENCES[above]
     return above - 1, above, (count - start) / (end - start)
 
 
@@ -162,12 +169,20 @@ def _prior(steps: Sequence[float]) -> list[list[float]]:
     slope = (steps[-1] - steps[0]) / (_SEQUENCES[-1] - 1)
     fixed = max(steps[0] - slope, 0.0)
     slope = max(slope, _LEAST_SLOPE * fixed)
-    parts = [(fixed / each, slope * n / each) for n, each in zip(_SEQUENCES, steps, strict=True)]
+    # Shares of the fixed time and of the time per sequence in each step.
+    shares = []
+    for count, seconds in zip(_SEQUENCES, steps, strict=True):
+        shares.append((fixed / seconds, slope * count / seconds))
 
-    def alike(one: int, other: int) -> float:
-        if max(one, other) >= len(steps):
-            return _OWN * (one == other)
-        both = sum(a * b for a, b in zip(parts[one], parts[other], strict=True))
-        return float(_OWN * both + _UNEVEN * _NEIGHBORS ** abs(one - other))
+    def covariance(row: int, column: int) -> float:
+        if max(row, column) >= len(steps):
+            return _OWN * (row == column)
+        fixed_row, slope_row = shares[row]
+        fixed_column, slope_column = shares[column]
+        together = fixed_row * fixed_column + slope_row * slope_column
+        return float(_OWN * together + _UNEVEN * _NEIGHBORS ** abs(row - column))
 
-    return [[_TOGETHER + alike(one, other) for other in range(_FACTORS)] for one in range(_FACTORS)]
+    rows = []
+    for row in range(_FACTORS):
+        rows.append([_TOGETHER + covariance(row, column) for column in range(_FACTORS)])
+    return rows

@@ -32,8 +32,8 @@ def known_devices() -> Mapping[str, Device]:
     """The devices of devices.yaml, by name."""
     path = Path(__file__).with_name("devices.yaml")
     rows = yaml.safe_load(path.read_text(encoding="utf-8"))
-    found = (parse_section(Device, row, path.name) for row in rows)
-    return {device.name: device for device in found}
+    devices = [parse_section(Device, row, path.name) for row in rows]
+    return {device.name: device for device in devices}
 
 
 def device_named(name: str) -> Device:
@@ -48,16 +48,22 @@ def device_named(name: str) -> Device:
 
 def recognize(driver_name: str) -> Device | None:
     """The device with this name of a driver (`NVIDIA H100 80GB HBM3`); None if unknown."""
-    words = {
-        word: device
-        for device in known_devices().values()
-        for word in device.match
-        if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", driver_name, re.IGNORECASE)
-    }
-    return words[max(words, key=len)] if words else None
+    by_word = {}
+    for device in known_devices().values():
+        for word in device.match:
+            if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", driver_name, re.IGNORECASE):
+                by_word[word] = device
+    if not by_word:
+        return None
+    longest = max(by_word, key=len)
+    return by_word[longest]
 
 
 def nearest_device(memory: float) -> Device:
     """The known accelerator whose memory is nearest to this many GB; of several, the slowest."""
     devices = [device for device in known_devices().values() if device.match]
-    return min(devices, key=lambda one: (abs(math.log(one.memory / memory)), one.bf16))
+
+    def distance(device: Device) -> tuple[float, float]:
+        return abs(math.log(device.memory / memory)), device.bf16
+
+    return min(devices, key=distance)

@@ -14,15 +14,21 @@ _BOUND = 100.0  # largest factor; its inverse is the smallest
 # and by one of what was expected: a disturbed step tells little.
 _LIMIT = 2.5
 # Standard deviation of a measurement, relative: at first, and its bounds.
-_NOISE, _LEAST_NOISE, _MOST_NOISE = 0.05, 0.01, 0.2
+_NOISE = 0.05
+_LEAST_NOISE = 0.01
+_MOST_NOISE = 0.2
 # Weight of a measurement in the mean noise, and while measurements deviate to one side.
-_NOISE_RATE, _BIASED_NOISE_RATE = 0.02, 0.005
+_NOISE_RATE = 0.02
+_BIASED_NOISE_RATE = 0.005
 # Standard deviation by which factors change per measurement, relative: each, and all together.
-_DRIFT, _COMMON_DRIFT = 4e-4, 3e-3
+_DRIFT = 4e-4
+_COMMON_DRIFT = 3e-3
 _DRIFTS_AT_ONCE = 8  # measurements after which that is added
-# Deviations in standard deviations, as a mean with this weight for the latest: beyond `_BIASED`
-# something has changed, and each measurement adds a part of the prior to the covariance.
-_BIAS_RATE, _BIASED, _FORGET = 0.1, 1.3, 0.01
+# If the mean deviation, in standard deviations, is beyond this, something has changed. Then each
+# measurement adds a part of the prior to the covariance.
+_BIASED = 1.3
+_BIAS_RATE = 0.1  # weight of the latest deviation in that mean
+_FORGET = 0.01  # that part
 
 
 class TermFilter:
@@ -43,7 +49,7 @@ class TermFilter:
         self._prior = prior
         self._covariance = [row[:] for row in prior]
         self._drifted = _drifted(len(prior))
-        self._forgotten = [[_FORGET * each for each in row] for row in prior]
+        self._forgotten = _scaled(prior, _FORGET)
         self._noise = _NOISE**2  # relative variance of a measurement
         # Mean deviation of late of measurements with each part, in standard deviations.
         self._bias = [0.0] * len(prior)
@@ -59,11 +65,12 @@ class TermFilter:
         if len(self._first) == _FIRST:
             speed = _bounded(sorted(self._first)[_FIRST // 4])
             self.factors = [speed] * len(self._prior)
-            self._covariance = [[speed * speed * each for each in row] for row in self._prior]
+            self._covariance = _scaled(self._prior, speed * speed)
         return 1.0
 
     def _update(self, terms: Terms, seconds: float) -> float:
-        factors, expected = self.factors, 0.0
+        factors = self.factors
+        expected = 0.0
         for number, part in terms:
             expected += factors[number] * part
         gains, known = self._gains(terms)
@@ -84,7 +91,8 @@ class TermFilter:
         weight = 1.0 / (variance * max(1.0, abs(surprise) / limit))
         rows = self._covariance
         for number, gain in enumerate(gains):
-            if share := gain * weight:
+            share = gain * weight
+            if share:
                 row = rows[number]
                 rows[number] = [a - share * b for a, b in zip(row, gains, strict=True)]
         if min(self.factors) < 1.0 / _BOUND or max(self.factors) > _BOUND:
@@ -99,10 +107,10 @@ class TermFilter:
     def _gains(self, terms: Terms) -> tuple[list[float], float]:
         """Covariance of all factors with the expected time, and the variance of that."""
         rows = self._covariance
-        (number, part), *others = terms
-        gains = [each * part for each in rows[number]]
-        for number, part in others:
-            gains = [gain + each * part for gain, each in zip(gains, rows[number], strict=True)]
+        (number, part), *further = terms
+        gains = [covariance * part for covariance in rows[number]]
+        for number, part in further:
+            gains = [gain + cov * part for gain, cov in zip(gains, rows[number], strict=True)]
         known = 0.0
         for number, part in terms:
             known += gains[number] * part
@@ -123,17 +131,18 @@ class TermFilter:
         sums that were measured stay what they are."""
         for number, row in enumerate(self._covariance):
             factor = self.factors[number]
-            if (excess := factor - _bounded(factor)) and row[number] > 0.0:
+            excess = factor - _bounded(factor)
+            if excess and row[number] > 0.0:
                 share = excess / row[number]
                 self.factors = [a - share * b for a, b in zip(self.factors, row, strict=True)]
         self.factors = [_bounded(factor) for factor in self.factors]
 
     def _loosen(self, by: list[list[float]]) -> None:
         """Add a relative covariance to those factors that are more certain than at first."""
-        prior, scales = self._prior, []
+        scales = []
         for number, (row, factor) in enumerate(zip(self._covariance, self.factors, strict=True)):
-            free = row[number] < prior[number][number] * factor * factor
-            scales.append(factor if free else 0.0)
+            is_more_certain = row[number] < self._prior[number][number] * factor * factor
+            scales.append(factor if is_more_certain else 0.0)
         for row, more, scale in zip(self._covariance, by, scales, strict=True):
             if scale:
                 row[:] = [a + scale * b * c for a, b, c in zip(row, more, scales, strict=True)]
@@ -141,8 +150,16 @@ class TermFilter:
 
 def _drifted(count: int) -> list[list[float]]:
     """Relative covariance that `_DRIFTS_AT_ONCE` measurements add."""
-    common, own = _DRIFTS_AT_ONCE * _COMMON_DRIFT**2, _DRIFTS_AT_ONCE * _DRIFT**2
-    return [[common + own * (one == other) for other in range(count)] for one in range(count)]
+    common = _DRIFTS_AT_ONCE * _COMMON_DRIFT**2
+    own = _DRIFTS_AT_ONCE * _DRIFT**2
+    rows = [[common] * count for _ in range(count)]
+    for number, row in enumerate(rows):
+        row[number] = common + own
+    return rows
+
+
+def _scaled(matrix: Sequence[Sequence[float]], factor: float) -> list[list[float]]:
+    return [[factor * number for number in row] for row in matrix]
 
 
 def _bounded(factor: float) -> float:

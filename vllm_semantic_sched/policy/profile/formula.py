@@ -178,14 +178,15 @@ class EngineProfile(Section):
         default that of the measured engine."""
         measured = self.environment.token_budget if self.environment else tokens
         steps = -(-tokens // (token_budget or measured))
-        each = self.batch_terms.sequences(1) + self.batch_terms.per_prefill
-        return steps * each + self.prefill(0, tokens)
+        seconds_per_step = self.batch_terms.sequences(1) + self.batch_terms.per_prefill
+        return steps * seconds_per_step + self.prefill(0, tokens)
 
     def scaled(
         self, prefill: float, decode: float, load: float, batch: BatchTerms | None = None
     ) -> EngineProfile:
         """A copy with times multiplied by kind of work; `batch`: in place of multiplied terms."""
-        if batch is None and (given := self.batch) is not None:
+        given = self.batch
+        if batch is None and given is not None:
             batch = BatchTerms(
                 step=given.step * decode,
                 per_sequence=given.per_sequence * decode,
@@ -193,10 +194,18 @@ class EngineProfile(Section):
                 per_context_token=given.per_context_token * decode,
                 steps=tuple(seconds * decode for seconds in given.steps),
             )
-        factors = {"alpha1": prefill, "alpha2": prefill, "gamma1": decode, "gamma2": decode}
-        factors |= dict.fromkeys(("beta_load", "beta_save", "load_start", "save_start"), load)
-        scaled = {name: getattr(self, name) * factor for name, factor in factors.items()}
-        return self.model_copy(update={**scaled, "batch": batch})
+        changes = {
+            "alpha1": self.alpha1 * prefill,
+            "alpha2": self.alpha2 * prefill,
+            "gamma1": self.gamma1 * decode,
+            "gamma2": self.gamma2 * decode,
+            "beta_load": self.beta_load * load,
+            "beta_save": self.beta_save * load,
+            "load_start": self.load_start * load,
+            "save_start": self.save_start * load,
+            "batch": batch,
+        }
+        return self.model_copy(update=changes)
 
     def doubts(self, max_model_len: int) -> list[str]:
         """Warnings about using this profile for an engine with this context length."""
@@ -206,11 +215,13 @@ class EngineProfile(Section):
                 "this engine. Measure one with `semsched profile --output my.yaml -- MODEL "
                 "[OPTIONS]` and name it as semantic_sched.profile in --additional-config"
             ]
-        return list(filter(None, [self.beyond_range(max_model_len)]))
+        warning = self.beyond_range(max_model_len)
+        return [] if warning is None else [warning]
 
     def beyond_range(self, max_model_len: int) -> str | None:
         """A warning if an engine accepts longer sequences than were measured; else None."""
-        if (ranges := self.ranges) is None:
+        ranges = self.ranges
+        if ranges is None:
             return None
         lengths = (ranges.prefill_tokens, ranges.decode_context, ranges.transfer_tokens)
         measured = min(longest for _, longest in lengths)

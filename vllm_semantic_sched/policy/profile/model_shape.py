@@ -43,7 +43,8 @@ class ModelShape:
     ) -> Self:
         """The shape of a model by its `config.json`; `dtype` None: the configuration's. ValueError
         names a number that is missing."""
-        whole, config = config, config.get("text_config") or config
+        whole = config
+        config = config.get("text_config") or config
         width = _number(config, "hidden_size", "n_embd", "d_model")
         layers = _number(config, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
         heads = _number(config, "num_attention_heads", "n_head", "n_heads")
@@ -52,7 +53,8 @@ class ModelShape:
         inner = _number(config, "intermediate_size", "n_inner", "ffn_dim", default=4 * width)
         experts = _number(config, "num_local_experts", "n_routed_experts", "num_experts", default=0)
         row = width * (2 if _UNGATED.fullmatch(str(config.get("model_type"))) else 3)
-        attention, kv_numbers = width * head_dim * 2 * (heads + kv_heads), 2 * kv_heads * head_dim
+        attention = width * head_dim * 2 * (heads + kv_heads)
+        kv_numbers = 2 * kv_heads * head_dim
         if config.get("kv_lora_rank"):
             attention, kv_numbers, head_dim = _latent_attention(config, width, heads, head_dim)
         dense = _number(config, "first_k_dense_replace", default=0) if experts else layers
@@ -110,10 +112,13 @@ class ModelShape:
 
 
 def _number(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    number = next((config[name] for name in names if config.get(name) is not None), default)
-    if number is None:
+    for name in names:
+        number = config.get(name)
+        if number is not None:
+            return int(number)
+    if default is None:
         raise ValueError(f"the model's configuration lacks {names[0]}")
-    return int(number)
+    return default
 
 
 def _shared_experts(config: Mapping[str, Any], row: int, expert: int) -> int:
@@ -172,13 +177,17 @@ def _quantization(config: Any, option: str | None) -> tuple[int, bool]:
     method = f"{config.get('quant_method', '')} {config.get('quant_algo', '')} {option or ''}"
     method = method.lower()
     for group in (config.get("config_groups") or {}).values():
-        weights, inputs = (group.get(part) or {} for part in ("weights", "input_activations"))
+        weights = group.get("weights") or {}
+        inputs = group.get("input_activations") or {}
         if weights.get("num_bits"):
             return int(weights["num_bits"]), inputs.get("num_bits") == 8
-    if (bits := config.get("bits", config.get("w_bit"))) is not None:
+    bits = config.get("bits", config.get("w_bit"))
+    if bits is not None:
         return int(bits), False
     if "fp8" in method:
         return 8, True
     if "int8" in method or config.get("load_in_8bit"):
         return 8, False
-    return 4 if any(name in method for name in ("awq", "gptq", "fp4", "bitsandbytes")) else 0, False
+    if any(name in method for name in ("awq", "gptq", "fp4", "bitsandbytes")):
+        return 4, False
+    return 0, False

@@ -35,7 +35,8 @@ _BATCHES = tuple(2**n for n in range(9))
 _PROMPT = 128
 _COPY_START = 1e-4  # seconds to start a copy between device and host
 _USED_MEMORY = 0.9  # part of a device's memory that vLLM uses (--gpu-memory-utilization)
-_TERA, _GIGA = 1e12, 1e9
+_TERA = 1e12
+_GIGA = 1e9
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ class Roofline:
         """The profile that comes closest; `source`: origin of the device's figures. Its terms are
         sums, so that a prefill whose arithmetic takes as long as reading the weights comes out too
         long, by at most a quarter."""
-        model, device = self.model, self.device
+        model = self.model
+        device = self.device
         host = self.tensor_parallel * device.host * _GIGA * (1 if device.measured else _HOST)
         steps = [self.step(Batch(decodes=size)) for size in _BATCHES]
         fixed, per_sequence = _line(_BATCHES, steps)
@@ -148,7 +150,8 @@ def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
     """Start and slope, neither negative, of the line of least squared relative errors."""
     w = [1 / (y * y) for y in ys]
     sw = sum(w)
-    sx, sy = (sum(a * b for a, b in zip(w, values, strict=True)) for values in (xs, ys))
+    sx = sum(a * x for a, x in zip(w, xs, strict=True))
+    sy = sum(a * y for a, y in zip(w, ys, strict=True))
     sxx = sum(a * x * x for a, x in zip(w, xs, strict=True))
     sxy = sum(a * x * y for a, x, y in zip(w, xs, ys, strict=True))
     slope = max(0.0, (sw * sxy - sx * sy) / (sw * sxx - sx * sx))
