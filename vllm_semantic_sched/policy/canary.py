@@ -46,7 +46,9 @@ class Plan:
         if self.role != "turns":
             return self.role, within
         begin = self.period * (1.0 - self.share)
-        return ("current", within) if within < begin else ("new", within - begin)
+        if within < begin:
+            return "current", within
+        return "new", within - begin
 
     def settled(self, elapsed: float) -> bool:
         """Whether a request that arrives then counts."""
@@ -181,7 +183,8 @@ class Canary(Listener):
 
     def arm(self, now: float) -> str:
         """The policy in force."""
-        return self.plan.turn(now - self._start)[0]
+        arm, _ = self.plan.turn(now - self._start)
+        return arm
 
     def is_over(self, now: float) -> bool:
         """Whether the lease has ended."""

@@ -39,8 +39,8 @@ class WindowTokenizer:
     def __init__(self, tokenizer: Any, window: int = DEFAULT_WINDOW) -> None:
         self._tokenizer = tokenizer
         # Found by tokenizing, which works for [CLS] ... [SEP], <s> ... </s>, and none.
-        plain = self._ids(["a"], special=False)[0]
-        framed = self._ids(["a"], special=True)[0]
+        [plain] = self._ids(["a"], special=False)
+        [framed] = self._ids(["a"], special=True)
         start = _index_of(plain, framed)
         self._prefix = framed[:start]
         self._suffix = framed[start + len(plain) :]

@@ -164,7 +164,10 @@ class PredictionService:
         process = self._process
         if not self._loaded and process is not None and not self._loads(process):
             backoff = self._relaunch(backoff)
-        while (batch := self._next_batch()) is not None:
+        while True:
+            batch = self._next_batch()
+            if batch is None:
+                return
             if not batch:
                 continue
             try:
@@ -285,7 +288,8 @@ class PredictionService:
 
     def _spawn(self) -> PredictorProcess:
         self._loaded = False
-        process = self._process = PredictorProcess(self._command)
+        process = PredictorProcess(self._command)
+        self._process = process
         if self._closing:  # close() may have run before this process existed
             self._stop_process()
         return process

@@ -144,7 +144,8 @@ class _Row:
         self.values: dict[str, list[np.ndarray]] = {name: [] for name in _PERCENTILES}
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._first_arrival = float("inf")
-        self._last_arrival = self._last_finish = 0.0
+        self._last_arrival = 0.0
+        self._last_finish = 0.0
 
     def add_refused(self, arrival: float, promised: bool) -> None:
         """Take in a refused request, which breaks its promise if it has one."""
@@ -212,7 +213,8 @@ class TenantService:
         """Add a finished request; in the order of finishes."""
         times = self._active[tenant]
         while times and times[-1][1] >= arrival:
-            arrival = min(arrival, times.pop()[0])
+            begin, _ = times.pop()
+            arrival = min(arrival, begin)
         times.append((arrival, finish))
         self._tokens[tenant] += tokens
 

@@ -70,7 +70,9 @@ def answer(task: tuple[Scenario, str, Question]) -> Answer:
         best = fewest_engines(lambda engines: attempt(engines=engines))
     trials, spans = zip(*tried, strict=True)
     spans_of_now = spans[0] if question == "now" else ()
-    return Answer(scheduler, question, best, trials, spans_of_now)
+    return Answer(
+        scheduler=scheduler, question=question, best=best, trials=trials, spans=spans_of_now
+    )
 
 
 def _try(

@@ -103,7 +103,10 @@ def make_buckets(model: PredictorModel, lengths: Sequence[int] | np.ndarray) -> 
     means = []
     for bucket, (low, high) in enumerate(itertools.pairwise(bounds)):
         members = values[places == bucket]
-        means.append(float(members.mean()) if len(members) else (low + high) / 2)
+        if len(members):
+            means.append(float(members.mean()))
+        else:
+            means.append((low + high) / 2)
     return LengthBuckets(tuple(edges), tuple(means))
 
 

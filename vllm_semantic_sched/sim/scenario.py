@@ -113,7 +113,13 @@ def _cell(data: dict[str, Any], point: dict[str, Any], source: str) -> Scenario:
     engine = settings.engine
     profile = load_profile(engine.profile)
     assumed = load_profile(engine.assumed_profile) if engine.assumed_profile else profile
-    return Scenario(point, settings, profile, assumed, policies)
+    return Scenario(
+        point=point,
+        settings=settings,
+        profile=profile,
+        assumed_profile=assumed,
+        policies=policies,
+    )
 
 
 def _policy(name: str, content: dict[str, Any], settings: Settings, source: str) -> Policy:

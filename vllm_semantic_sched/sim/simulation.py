@@ -153,20 +153,24 @@ class Simulation:
         stated = request.hint
         if stated is None and settings.workload.hints:
             stated = request.level
-        hint = any_core.read_hints({} if stated is None else {"urgency": stated}, 0)
+        extra_args = {} if stated is None else {"urgency": stated}
+        hint = any_core.read_hints(extra_args, priority=0)
         reads = policy.reads(hinted=hint.level is not None)
         prediction = self.predictions.by_request[index] if reads else None
         awaits = prediction is not None
         instant = None
         if awaits and self.instant is not None:
             instant = self.instant.by_request[index]
-        placed = self.placed[index] = self.router.choose(reading_level(policy, hint, instant))
+        placed = self.router.choose(reading_level(policy, hint, instant))
+        self.placed[index] = placed
         replica = self.replicas[placed.engine]
         # One limit for all clients must not tell the policy the length of an answer.
         limit = request.output_tokens if settings.workload.limits else self._longest
         # An answer that must reach its limit is exactly as long.
         exact = request.shortest > 0 and request.shortest == request.limit
-        stated_length = StatedLength(request.shortest, request.shortest if exact else None)
+        stated_length = StatedLength(
+            shortest=request.shortest, longest=request.shortest if exact else None
+        )
         job = replica.core.draft(
             str(index),
             prompt_tokens=request.prompt_tokens,
@@ -197,7 +201,8 @@ class _Replica:
     def __init__(self, policy: Policy, simulation: Simulation, keep_seats: bool) -> None:
         scenario = simulation.scenario
         settings = scenario.settings
-        events = self._events = simulation.events
+        events = simulation.events
+        self._events = events
         self.core = SchedulingCore(policy, scenario.assumed_profile, clock=lambda: events.now)
         if policy.reads(hinted=False):
             self.core.estimates.buckets = simulation.predictions.buckets

@@ -75,11 +75,11 @@ def draw_workload(model: WorkloadModel, levels: int, rng: np.random.Generator) -
         weights = np.array(model.tenants)
         tenants = rng.choice(len(weights), len(arrivals), p=weights / weights.sum())
     return Workload(
-        arrivals / model.speed,
-        true_levels.astype(np.int8),
-        prompts.astype(np.int32),
-        outputs.astype(np.int32),
-        tenants,
+        arrivals=arrivals / model.speed,
+        levels=true_levels.astype(np.int8),
+        prompts=prompts.astype(np.int32),
+        outputs=outputs.astype(np.int32),
+        tenants=tenants,
     )
 
 

@@ -174,7 +174,8 @@ class CudaCopies(CopyBackend):
         for rows in self._host:
             pin(rows)
         places = [rows.data_ptr() for rows in self._host]
-        weakref.finalize(self, _unpin, cuda, self._stream, places).atexit = False
+        unpin = weakref.finalize(self, _unpin, cuda, self._stream, places)
+        unpin.atexit = False
         self._timed: list[tuple[str, Any, Any]] = []
 
     def drain(self) -> tuple[set[str], set[int]]:
@@ -203,9 +204,12 @@ class CudaCopies(CopyBackend):
             on_device.append(region.data_ptr() + blocks * region.stride(0))
             on_host.append(rows.data_ptr() + slots * rows.stride(0))
             sizes.append(torch.full_like(blocks, region.shape[1]))
-        sources, targets = torch.cat(on_device), torch.cat(on_host)
-        if what == "load":
-            sources, targets = targets, sources
+        device_ends = torch.cat(on_device)
+        host_ends = torch.cat(on_host)
+        if what == "save":
+            sources, targets = device_ends, host_ends
+        else:
+            sources, targets = host_ends, device_ends
         begin = self._cuda.Event(enable_timing=True)
         end = self._cuda.Event(enable_timing=True)
         self._stream.wait_stream(self._cuda.current_stream())
@@ -258,13 +262,13 @@ def why_wrong(backend: CopyBackend, regions: Sequence[torch.Tensor], slots: int)
         _compute(regions[0].device)
         for region, pattern in zip(regions, patterns, strict=True):
             region[blocks] = pattern
-        backend.save(blocks, host, 0 if beside else None)
+        backend.save(blocks, host, number=0 if beside else None)
         if beside and not _ended(backend.saved):
             return f"a save beside the computation took more than {_PROOF_SECONDS:g} s"
         for region in regions:
             region[blocks] = 0
         _compute(regions[0].device)
-        backend.load(blocks, host, "proof" if beside else None)
+        backend.load(blocks, host, key="proof" if beside else None)
         if beside and not _ended(backend.finished):
             return f"a load beside the computation took more than {_PROOF_SECONDS:g} s"
         for index, (region, pattern) in enumerate(zip(regions, patterns, strict=True)):

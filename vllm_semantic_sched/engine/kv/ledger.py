@@ -15,7 +15,8 @@ class HostPool:
     possible: long runs are copied faster. Fragmentation never makes an allocation fail."""
 
     def __init__(self, slots: int) -> None:
-        self.slots = self.free = slots
+        self.slots = slots
+        self.free = slots
         self._runs = [range(slots)] if slots else []  # free, in order; about as many as host copies
 
     @property
@@ -149,7 +150,8 @@ class KeptBlocks:
     def free(self, number: int | None) -> None:
         """Free the blocks of a save that is not needed, if any are still kept."""
         if number in self._kept:
-            self._free(self._kept.pop(number)[0])
+            blocks, _ = self._kept.pop(number)
+            self._free(blocks)
 
     def free_all(self) -> None:
         """Free all blocks, when no copy is needed: a save under way may read others' data."""
@@ -197,7 +199,9 @@ class SwapLedger:
         if taken is None:
             return False
         slots = dict(zip(places, itertools.chain.from_iterable(taken), strict=True))
-        self.saved[request_id] = HostCopy(start, end, still_valid, slots, taken)
+        self.saved[request_id] = HostCopy(
+            start=start, end=end, still_valid=still_valid, slots=slots, taken=taken
+        )
         save = Transfer(request_id, list(places.values()), taken)
         if keep is not None:
             save.beside = True

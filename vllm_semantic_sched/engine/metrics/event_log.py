@@ -59,9 +59,11 @@ class EventLog(Listener):
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.file = _File(self.path, maxBytes=settings.max_bytes, backupCount=settings.backups)
-            key = path.with_name(f"{path.name}.key")
-            keyed = settings.hash_ids or key.exists()
-            self._chain = Chain(kept_secret(key).encode() if keyed else b"")
+            key_path = path.with_name(f"{path.name}.key")
+            key = b""
+            if settings.hash_ids or key_path.exists():
+                key = kept_secret(key_path).encode()
+            self._chain = Chain(key)
         except OSError as error:
             raise PolicyError(f"events.path: cannot write {self.path}: {error.strerror}") from error
         self._hash_ids = settings.hash_ids

@@ -37,8 +37,10 @@ def measure_device(
     import torch
 
     kept = getattr(torch, dtype)
-    if kind != "cpu" and torch.cuda.mem_get_info()[0] < _NEEDED:
-        raise RuntimeError("less than 1 GiB of its memory is free")
+    if kind != "cpu":
+        free, _ = torch.cuda.mem_get_info()
+        if free < _NEEDED:
+            raise RuntimeError("less than 1 GiB of its memory is free")
     # Work on a processor is done when torch returns.
     wait = torch.cuda.synchronize if kind == "cuda" else lambda: None
     linear = torch.nn.functional.linear

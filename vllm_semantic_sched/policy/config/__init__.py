@@ -85,7 +85,7 @@ class Policy(Section):
             raise ValueError(
                 f"tiers: {len(self.tiers)} entries for levels: {self.levels}; valid: one per level"
             )
-        name, count = Counter(tier.name for tier in self.tiers).most_common(1)[0]
+        [(name, count)] = Counter(tier.name for tier in self.tiers).most_common(1)
         if count > 1:
             raise ValueError(f"tiers: the name {name!r} occurs twice; valid: distinct names")
         if self.tiers[0].shed_order is not None:

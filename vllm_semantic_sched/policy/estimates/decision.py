@@ -31,7 +31,8 @@ class Hint:
 
 def decide_level(probabilities: Sequence[float], decision: Decision) -> int:
     """The level at which to serve a request, by calibrated probabilities; if equal, the first."""
-    return decide(probabilities, decision)[0]
+    level, _ = decide(probabilities, decision)
+    return level
 
 
 def decide(
@@ -77,7 +78,8 @@ def deciding_rule(policy: Policy, job: Job) -> str:
         return "tenant_top"
     if source not in (LevelSource.PREDICTION, LevelSource.INSTANT) or prediction is None:
         return source.value
-    return decide(prediction.urgency, policy.decision, prediction.instant)[1]
+    _, rule = decide(prediction.urgency, policy.decision, prediction.instant)
+    return rule
 
 
 def predicted_level(policy: Policy, prediction: Prediction) -> int:

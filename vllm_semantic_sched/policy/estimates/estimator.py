@@ -66,7 +66,14 @@ class Estimator:
             expected = expected_without_prediction(length.default_tokens, generated)
             return min(max(expected, shortest), limit)
         estimate = length.estimate if share is None else share
-        return expected_output_tokens(predicted, buckets, generated, estimate, limit, shortest)
+        return expected_output_tokens(
+            predicted,
+            buckets,
+            generated=generated,
+            estimate=estimate,
+            limit=limit,
+            shortest=shortest,
+        )
 
     def tokens(self, job: Job, share: float | None = None) -> float:
         """Prompt tokens plus `output_tokens`."""
@@ -79,8 +86,13 @@ class Estimator:
         is_stated = job.stated.shortest or job.stated.longest is not None
         if predicted is None or buckets is None or is_stated:
             return None
-        estimate = self._policy.length.estimate
-        return expected_output_tokens(predicted, buckets, 0, estimate, job.max_output_tokens)
+        return expected_output_tokens(
+            predicted,
+            buckets,
+            generated=0,
+            estimate=self._policy.length.estimate,
+            limit=job.max_output_tokens,
+        )
 
     def remaining(self, job: Job) -> float:
         """Predicted seconds of engine work left; above zero until the job finishes."""

@@ -156,7 +156,9 @@ def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
     sxy = sum(a * x * y for a, x, y in zip(w, xs, ys, strict=True))
     slope = max(0.0, (sw * sxy - sx * sy) / (sw * sxx - sx * sx))
     start = (sy - slope * sx) / sw
-    return (start, slope) if start > 0 else (min(ys) * 1e-3, sxy / sxx)
+    if start > 0:
+        return start, slope
+    return min(ys) * 1e-3, sxy / sxx
 
 
 def _rounded(number: float) -> float:
