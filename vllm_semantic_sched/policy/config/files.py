@@ -16,14 +16,14 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.1 without the booleans yes/no/on/off, so that `mode: off` is a string."""
 
 
-_Loader.yaml_implicit_resolvers = {
-    first: [
+# By the first letter of a word: what it may be.
+_Loader.yaml_implicit_resolvers = dict(yaml.SafeLoader.yaml_implicit_resolvers)
+for _first in "yYnNoO":
+    _Loader.yaml_implicit_resolvers[_first] = [
         (tag, pattern)
-        for tag, pattern in resolvers
-        if tag != "tag:yaml.org,2002:bool" or first in "tTfF"
+        for tag, pattern in yaml.SafeLoader.yaml_implicit_resolvers[_first]
+        if tag != "tag:yaml.org,2002:bool"
     ]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
 
 
 def read_config(name_or_path: str | Path, kind: Kind) -> tuple[Any, str]:
@@ -51,7 +51,8 @@ def shipped_names(kind: Kind) -> list[str]:
 
 def resolve_config(name_or_path: str | Path, kind: Kind) -> Path:
     """Find a file by shipped name (`ems`) or path; PolicyError, with the names, if it is none."""
-    names, given = shipped_names(kind), str(name_or_path)
+    names = shipped_names(kind)
+    given = str(name_or_path)
     if given in names:
         return _folder(kind) / f"{given}.yaml"
     path = Path(name_or_path).expanduser()
@@ -66,4 +67,5 @@ def resolve_config(name_or_path: str | Path, kind: Kind) -> Path:
 
 
 def _folder(kind: Kind) -> Path:
-    return shipped_configs() / ("policies" if kind == "policy" else f"{kind}s")
+    name = "policies" if kind == "policy" else f"{kind}s"
+    return shipped_configs() / name

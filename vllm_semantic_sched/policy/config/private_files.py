@@ -14,8 +14,8 @@ def own_folder() -> Path | None:
     folder = Path(tempfile.gettempdir()) / f"semsched-{os.getuid()}"
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        if folder.is_dir() and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+        status = folder.lstat()
+        if folder.is_dir() and status.st_uid == os.getuid() and not status.st_mode & 0o077:
             return folder
     return None
 
@@ -23,7 +23,8 @@ def own_folder() -> Path | None:
 def admin_token(port: int) -> str | None:
     """The token of the server on a port, see `kept_secret`; None if there can be none."""
     with contextlib.suppress(OSError):
-        if (folder := own_folder()) is not None:
+        folder = own_folder()
+        if folder is not None:
             return kept_secret(folder / f"{port}.token") or None
     return None
 

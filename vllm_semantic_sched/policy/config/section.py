@@ -62,9 +62,9 @@ def _explain(model: type[Section], problem: Any) -> str:
 def _section_at(model: type[Section], location: list[str]) -> type[Section]:
     for part in location:
         if not part.isdigit():  # an index into a list does not change the section
-            found = section_in(model.model_fields[part].annotation)
-            assert found is not None
-            model = found
+            section = section_in(model.model_fields[part].annotation)
+            assert section is not None
+            model = section
     return model
 
 
@@ -73,8 +73,10 @@ def section_in(annotation: Any) -> type[Section] | None:
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     if typing.get_origin(annotation) in (tuple, types.UnionType):
-        inner = (section_in(argument) for argument in typing.get_args(annotation))
-        return next((found for found in inner if found is not None), None)
+        for argument in typing.get_args(annotation):
+            section = section_in(argument)
+            if section is not None:
+                return section
     return None
 
 
@@ -90,7 +92,7 @@ class Key(NamedTuple):
 def keys_of(model: type[Section]) -> Iterator[Key]:
     """The keys of a file, in order."""
     required = any(field.is_required() for field in model.model_fields.values())
-    yield from _keys(model, "", None if required else model())
+    yield from _keys(model, prefix="", defaults=None if required else model())
 
 
 def _keys(model: type[Section], prefix: str, defaults: Section | None) -> Iterator[Key]:
@@ -104,12 +106,18 @@ def _keys(model: type[Section], prefix: str, defaults: Section | None) -> Iterat
             choices = typing.get_args(annotation)
             literal = typing.get_origin(annotation) is typing.Literal
             valid = " | ".join(map(str, choices)) if literal else ""
-            default = "(required)" if field.is_required() else field.default
-            default = default if defaults is None else getattr(defaults, name)
+            if defaults is not None:
+                default = getattr(defaults, name)
+            elif field.is_required():
+                default = "(required)"
+            else:
+                default = field.default
             yield Key(f"{prefix}{name}", str(default), valid, meaning)
         elif meaning:
             yield Key(f"{prefix}{name}", "", "", meaning)
         if section is not None:
             inner = field.default if defaults is None else getattr(defaults, name)
-            inner = inner if isinstance(inner, Section) else None
-            yield from _keys(section, f"{prefix}{name}{'[]' if is_list else ''}.", inner)
+            if not isinstance(inner, Section):
+                inner = None
+            inner_prefix = f"{prefix}{name}[]." if is_list else f"{prefix}{name}."
+            yield from _keys(section, inner_prefix, inner)

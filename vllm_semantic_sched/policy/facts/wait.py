@@ -37,6 +37,7 @@ class Limit:
     since: Cells | None = None
 
     def total(self, now: Cells) -> Cells:
+        """Seconds of each cell up to now; `now`: the ledger's sums."""
         if self.since is None:
             return self.cells
         return array("d", map(sum, zip(self.cells, difference(now, self.since), strict=True)))
@@ -58,5 +59,6 @@ class Wait:
     )
 
 
-def difference(cells: Cells, others: Cells) -> list[float]:
-    return [cell - other for cell, other in zip(cells, others, strict=True)]
+def difference(cells: Cells, earlier: Cells) -> list[float]:
+    """Seconds of each cell that were added since its `earlier` value."""
+    return [after - before for after, before in zip(cells, earlier, strict=True)]

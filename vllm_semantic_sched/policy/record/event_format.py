@@ -76,17 +76,25 @@ class Event(NamedTuple):
     def of(cls, transition: Transition, now: float, policy: str = "") -> Event:
         """Copy a transition that happened at Unix time `now`. Unlike the policy's clock, Unix time
         does not stop while the engine is paused."""
-        job, before, state, time, reason, plan, beneficiary, waited, decision = transition
-        fields = _fields(job, None if before is None else before.value, state.value, reason, plan)
+        job = transition.job
+        fields = _fields(
+            job,
+            before=None if transition.before is None else transition.before.value,
+            state=transition.state.value,
+            reason=transition.reason,
+            plan=transition.plan,
+        )
         if job.first_token is not None:
-            fields["first_token"] = round(now - (time - job.first_token), 6)
-        fields |= decision
-        if state.is_end:
+            fields["first_token"] = round(now - (transition.time - job.first_token), 6)
+        fields |= transition.decision
+        if transition.state.is_end:
             fields |= _replayed(job)
-        if waited:
-            fields["waited"] = [(cause.value, at, round(left, 6)) for cause, at, left in waited]
-        if beneficiary is not None:
-            fields |= _for(beneficiary)
+        if transition.waited:
+            fields["waited"] = [
+                (part.cause.value, part.level, round(part.seconds, 6)) for part in transition.waited
+            ]
+        if transition.beneficiary is not None:
+            fields |= _for(transition.beneficiary)
         fields["policy"] = policy
         return cls(now, job.level, fields)
 
@@ -103,7 +111,8 @@ class Event(NamedTuple):
         cls, job: Job, what: str, details: Mapping[str, Any], now: float, policy: str = ""
     ) -> Event:
         """Something that is no change of state, at Unix time `now`; see `Listener.noted`."""
-        fields = _fields(job, job.state.value, job.state.value, what)
+        state = job.state.value
+        fields = _fields(job, before=state, state=state, reason=what)
         fields |= {**details, "policy": policy}
         return cls(now, job.level, fields)
 
@@ -117,8 +126,8 @@ class Event(NamedTuple):
         fields = {name: value for name, value in self.fields.items() if value != ""}
         if "tier" in fields:
             fields["tier"] = tier
-        if blocks := fields.get("blocks"):
-            fields["blocks"] = short_hashes(blocks)
+        if "blocks" in fields:
+            fields["blocks"] = short_hashes(fields["blocks"])
         return {"time": round(self.time, 6), "engine": engine, **fields}
 
 
@@ -153,7 +162,8 @@ def _replayed(job: Job) -> dict[str, Any]:
         more["came"] = round(job.came, 6)
     if job.read_at is not None:
         more["read_after"] = round(job.read_at - job.arrival, 6)
-    if (prediction := job.prediction) is not None:  # the instant reader's, if it ended before
+    prediction = job.prediction  # the instant reader's, if the request ended before the other
+    if prediction is not None:
         more["urgency"] = [round(share, 4) for share in prediction.urgency]
         if prediction.length is not None:
             more["length"] = [round(share, 4) for share in prediction.length]
@@ -164,5 +174,5 @@ def _replayed(job: Job) -> dict[str, Any]:
 
 def short_hashes(hashes: Sequence[bytes]) -> str:
     """Three bytes of each hash, in base64; they are comparable within this process only."""
-    short = (hashlib.blake2b(one, digest_size=3, key=_SALT).digest() for one in hashes)
+    short = [hashlib.blake2b(block, digest_size=3, key=_SALT).digest() for block in hashes]
     return base64.b64encode(b"".join(short)).decode()

@@ -71,14 +71,20 @@ class _Waiting:
 
     @property
     def oldest(self) -> Job | None:
-        first, moved = next(iter(self.in_order), None), self.moved.peek()
-        if first is None or moved is None:
-            return first or moved
+        first = next(iter(self.in_order), None)
+        moved = self.moved.peek()
+        if first is None:
+            return moved
+        if moved is None:
+            return first
         return min(first, moved, key=lambda job: job.entered)
 
     def discard(self, job: Job) -> bool:
         """Remove a job; False if it was not there."""
-        return self.in_order.pop(job, self) is not self or self.moved.discard(job)
+        if job in self.in_order:
+            del self.in_order[job]
+            return True
+        return self.moved.discard(job)
 
 
 class Lifecycle:
@@ -109,7 +115,9 @@ class Lifecycle:
         if self.waits is not None:
             job.wait = self.waits.begin(job.level, job.tenant)
         if self.listeners:
-            transition = Transition(job, None, job.state, job.arrival, decision=decision)
+            transition = Transition(
+                job, before=None, state=job.state, time=job.arrival, decision=decision
+            )
             self._tell(self.listeners, "moved", transition)
 
     def move(
@@ -121,13 +129,15 @@ class Lifecycle:
         beneficiary: Job | None = None,
     ) -> None:
         """Change a job's state; IllegalTransition, with no effect, if there is no such edge."""
-        before, now = job.state, self.clock()
+        before = job.state
+        now = self.clock()
         if state not in LEGAL_MOVES[before]:
             raise IllegalTransition(f"request {job.request_id}: {before.value} -> {state.value}")
         if before is not JobState.RUNNING:
             job.waited += now - job.entered
             self._waiting[job.level].discard(job)
-        job.state, job.entered = state, now
+        job.state = state
+        job.entered = now
         waited: Iterable[Part] = ()
         queued = state is JobState.WAITING or state is JobState.SWAPPED
         if self.waits is not None:
@@ -144,7 +154,16 @@ class Lifecycle:
         else:
             self.starting.pop(job, None)
         if self.listeners or self.later_listeners:
-            transition = Transition(job, before, state, now, reason, plan, beneficiary, waited)
+            transition = Transition(
+                job,
+                before=before,
+                state=state,
+                time=now,
+                reason=reason,
+                plan=plan,
+                beneficiary=beneficiary,
+                waited=waited,
+            )
             self._tell_all("moved", transition)
 
     def first_token(self, job: Job) -> None:
@@ -155,6 +174,7 @@ class Lifecycle:
             self._tell_all("first_token", job)
 
     def held(self, job: Job, seconds: float) -> None:
+        """See `Listener.held`."""
         self._tell_all("held", job, seconds)
 
     def note(self, job: Job, what: str, details: Mapping[str, Any]) -> None:
@@ -169,7 +189,7 @@ class Lifecycle:
             self._waiting[job.level].moved.push(job, (job.entered, job.sequence))
         if job.wait is not None and self.waits is not None:
             job.wait.level = job.level
-            self.waits.split(job.wait, Cause.UNREAD if unread else None)
+            self.waits.split(job.wait, cause=Cause.UNREAD if unread else None)
 
     def waiting(self, level: int) -> int:
         """Number of jobs of a level that wait for a seat, swapped ones included."""

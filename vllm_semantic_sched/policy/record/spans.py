@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 LEVEL_COLORS = ("#c0392b", "#e08e0b", "#27915b", "#2f7ebc", "#7d6aa8", "#8c8c8c")
-RUNNING, WAITING, SWAPPED = "running", "waiting", "swapped"
+# Kinds of phases.
+RUNNING = "running"
+WAITING = "waiting"
+SWAPPED = "swapped"
 HELD = "held"  # the kind of a span in which a request had a seat and got no token
 ON_HOST = ("swap", "partial")  # ways of preemption that leave KV on the host
 _MICROSECONDS = 1e6
@@ -63,10 +66,12 @@ def chrome_trace(
             threads[key] = place["tid"]
             name = f"request {span.request} (urgency {span.level})"
             events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": name}})
-        title, args = phase, {"level": span.level, "end": span.end_kind}
+        title = phase
+        args: dict[str, Any] = {"level": span.level, "end": span.end_kind}
         if phase == RUNNING:
             title = f"running, {span.end_kind}" if end > start else span.end_kind
-            args |= {"held_seconds": span.held} if span.held else {}
+            if span.held:
+                args["held_seconds"] = span.held
         times = {"ts": start * _MICROSECONDS, "dur": (end - start) * _MICROSECONDS}
         level = {"cat": f"urgency {span.level}"}
         events.append({"ph": "X", "name": title, **level, **place, **times, "args": args})
@@ -80,4 +85,5 @@ def chrome_trace(
 
 
 def level_color(level: int) -> str:
+    """As hexadecimal digits of red, green and blue; levels beyond the last color start again."""
     return LEVEL_COLORS[level % len(LEVEL_COLORS)]

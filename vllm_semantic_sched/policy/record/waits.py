@@ -43,7 +43,8 @@ class WaitLedger:
         self._paused = _PLACE[Cause.PAUSED] * self._width  # the last cells
         # Seconds by cause and level of the latest seat, up to `_since`.
         self._cells = array("d", bytes(8 * len(_SHARED) * self._width))
-        self._cause, self._column = Cause.STEP, 0
+        self._cause = Cause.STEP
+        self._column = 0  # of the level of the latest seat, from 1 on; 0: there was none
         self._since = clock()
         self._limits: WeakValueDictionary[LimitKey, Limit] = WeakValueDictionary()
         self._active: dict[LimitKey, Limit] = {}
@@ -71,10 +72,12 @@ class WaitLedger:
         now = self._sums()[:]
         for key in self._active.keys() - keys:
             ended = self._active.pop(key)
-            ended.cells, ended.since = ended.total(now), None
+            ended.cells = ended.total(now)
+            ended.since = None
         for key in keys - self._active.keys():
-            self._active[key] = begun = self._limit(key)
+            begun = self._limit(key)
             begun.since = now
+            self._active[key] = begun
 
     @property
     def has_skipped(self) -> bool:
@@ -86,7 +89,8 @@ class WaitLedger:
         for wait in self._skipped_before:
             if wait not in self._skipped:
                 self.split(wait)
-        self._skipped_before, self._skipped = self._skipped, {}
+        self._skipped_before = self._skipped
+        self._skipped = {}
 
     # One request
 
@@ -120,35 +124,47 @@ class WaitLedger:
 
     def _open(self, wait: Wait) -> None:
         now = self._sums()[:]
-        wait.cells, wait.limits = now, []
+        wait.cells = now
+        wait.limits = []
         wait.override = Cause.NOT_READY if wait.lasting else None
         if self._has_limits() or self._active:
-            for tenant, cause in ((None, Cause.RESERVATION), (wait.tenant, Cause.TENANT)):
-                limit = self._limit((wait.level, tenant))
-                wait.limits.append((cause, limit, limit.total(now)))
+            reservation = self._limit((wait.level, None))
+            wait.limits.append((Cause.RESERVATION, reservation, reservation.total(now)))
+            tenant = self._limit((wait.level, wait.tenant))
+            wait.limits.append((Cause.TENANT, tenant, tenant.total(now)))
 
     def _close(self, wait: Wait, cause: Cause | None) -> None:
-        parts, now, unpaused = wait.parts, self._sums(), self._paused
-        left = difference(now, wait.cells)
+        """Add the seconds of a stretch to the parts of a wait. A pause stays a pause, whatever else
+        applied; the rest belongs to the cause of the whole stretch or, if there is none, first to
+        the limits and then to what kept all requests waiting."""
+        now = self._sums()
+        stretch = difference(now, wait.cells)
+        rest = stretch[: self._paused]
+        paused = stretch[self._paused :]
         whole = cause or wait.override
         if whole is not None:
-            spent = [(whole, left[:unpaused])]
+            wait.parts[whole, None] += sum(rest)
+            rest = [0.0] * len(rest)
         else:
-            spent = [(kind, difference(limit.total(now), was)) for kind, limit, was in wait.limits]
-        for kind, cells in spent:
-            cells = cells[:unpaused]
-            parts[kind, None] += sum(cells)
-            left = [*difference(left[:unpaused], cells), *left[unpaused:]]
-        for place, seconds in enumerate(left):
-            if seconds:
-                row, column = divmod(place, self._width)
-                kind = _SHARED[row]
-                matters = column > 0 and kind is not Cause.STEP and kind is not Cause.PAUSED
-                parts[kind, column - 1 if matters else None] += seconds
+            for kind, limit, before in wait.limits:
+                limited = difference(limit.total(now), before)[: self._paused]
+                wait.parts[kind, None] += sum(limited)
+                rest = difference(rest, limited)
+        for place, seconds in enumerate([*rest, *paused]):
+            if not seconds:
+                continue
+            row, column = divmod(place, self._width)
+            kind = _SHARED[row]
+            level = None
+            if column > 0 and kind is not Cause.STEP and kind is not Cause.PAUSED:
+                level = column - 1
+            wait.parts[kind, level] += seconds
 
     def _limit(self, key: LimitKey) -> Limit:
-        if (limit := self._limits.get(key)) is None:
-            limit = self._limits[key] = Limit(array("d", bytes(8 * len(self._cells))))
+        limit = self._limits.get(key)
+        if limit is None:
+            limit = Limit(array("d", bytes(8 * len(self._cells))))
+            self._limits[key] = limit
         return limit
 
     def _sums(self) -> array[float]:
