@@ -103,14 +103,22 @@ def _word_weights(
     words = text.split()
     # A predictor does not see the middle of a long text either.
     positions = cut_pieces(list(range(len(words))), _OCCLUDED)
-    shorter = [" ".join(words[:at] + words[at + 1 :]) for at in positions]
-    prediction, *without = predictor.predict([text, *shorter])
-    whole, weights = prediction.urgency, []
-    level, by = decide(whole, policy.decision)
-    decided = 0 if by == "possible" else level
-    for at, one in zip(positions, without, strict=True):
-        log_odds = _log_odds(whole, decided) - _log_odds(one.urgency, decided)
-        weights.append(WordWeight(words[at], at, whole[decided] - one.urgency[decided], log_odds))
+    shorter = [" ".join(words[:place] + words[place + 1 :]) for place in positions]
+    prediction, *predictions_without = predictor.predict([text, *shorter])
+    whole = prediction.urgency
+    level, rule = decide(whole, policy.decision)
+    decided = 0 if rule == "possible" else level
+    weights = []
+    for position, prediction_without in zip(positions, predictions_without, strict=True):
+        without = prediction_without.urgency
+        weights.append(
+            WordWeight(
+                word=words[position],
+                position=position,
+                probability=whole[decided] - without[decided],
+                log_odds=_log_odds(whole, decided) - _log_odds(without, decided),
+            )
+        )
     return prediction, decided, weights
 
 
@@ -125,18 +133,17 @@ def explain(
     """How the scheduler would treat `text` under a policy; `max_tokens`: the client's limit on
     output tokens, None: no limit."""
     prediction, weighed, weights = _word_weights(text, predictor, policy)
-    whole, decision = prediction.urgency, policy.decision
+    whole = prediction.urgency
+    decision = policy.decision
     core = SchedulingCore(policy, profile, predictor.length_buckets)
-    job = core.arrive(
-        core.draft(
-            "explained",
-            prompt_tokens=max(1, len(text) // _CHARACTERS_PER_TOKEN),
-            max_output_tokens=sys.maxsize if max_tokens is None else max_tokens,
-            hint=core.read_hints(None, None),
-            awaits_prediction=True,
-        ),
-        0.0,
+    draft = core.draft(
+        "explained",
+        prompt_tokens=max(1, len(text) // _CHARACTERS_PER_TOKEN),
+        max_output_tokens=sys.maxsize if max_tokens is None else max_tokens,
+        hint=core.read_hints(None, None),
+        awaits_prediction=True,
     )
+    job = core.arrive(draft, 0.0)
     core.predicted(job, prediction)
     again = _second_look(text, predictor, core, job)
     lengths, tokens = _lengths(prediction, predictor.length_buckets, job.max_output_tokens)
@@ -149,7 +156,7 @@ def explain(
         tokens=tokens,
         remaining_seconds=core.estimates.remaining(job),
         weighed=weighed,
-        words=tuple(sorted(weights, key=lambda one: -abs(one.log_odds))),
+        words=tuple(sorted(weights, key=lambda weight: -abs(weight.log_odds))),
         occluded=len(weights),
         word_count=len(text.split()),
         notes=_notes(policy, prediction),
@@ -164,14 +171,15 @@ def _second_look(
     """Read the parts of a text that the first reading did not see, and raise the job."""
     enabled = core.policy.predictor.second_look.enabled
     parts = parts_of(text) if enabled and job.level_source is LevelSource.PREDICTION else []
-    found = []
+    parts_read = []
     for part, prediction in zip(parts, predictor.predict(parts), strict=True):
-        if not (before := job.level):
+        before = job.level
+        if before == 0:
             break
         core.predicted(job, dataclasses.replace(prediction, again=True))
         raised = job.level if job.level < before else None
-        found.append(PartRead(part, sum(prediction.urgency[:2]), raised))
-    return tuple(found)
+        parts_read.append(PartRead(part, urgent=sum(prediction.urgency[:2]), raises_to=raised))
+    return tuple(parts_read)
 
 
 def _rule_in_words(probabilities: Sequence[float], decision: Decision) -> str:
@@ -183,17 +191,23 @@ def _rule_in_words(probabilities: Sequence[float], decision: Decision) -> str:
         "thresholds": f"expected level {expected_level(probabilities):.2f}, cut at {cuts}",
         "possible": f"level 0 has a probability of {probabilities[0]:.2g}",
     }
-    rule = decide(probabilities, decision)[1]
+    _, rule = decide(probabilities, decision)
     return f"{rule}: {words[rule]}"
 
 
 def _instant_part(text: str, reader: InstantReader, policy: Policy) -> InstantPart:
-    prediction, estimate = reader.read(text), policy.length.estimate
-    level, length = predicted_level(policy, prediction), prediction.length or ()
+    prediction = reader.read(text)
+    level = predicted_level(policy, prediction)
+    tokens = expected_output_tokens(
+        prediction.length or (),
+        reader.length_buckets,
+        generated=0,
+        estimate=policy.length.estimate,
+    )
     return InstantPart(
         level=level,
         probabilities=prediction.urgency,
-        tokens=expected_output_tokens(length, reader.length_buckets, 0, estimate),
+        tokens=tokens,
         preempts_as=preempting_level(prediction.urgency, level, policy.predictor.instant),
         pieces=tuple(reader.strongest(text, level, _PIECES)),
     )
@@ -205,11 +219,18 @@ def _lengths(
     length = prediction.length
     if length is None or buckets is None:
         return (), {}
-    ends = (*(edge - 1 for edge in buckets.edges), None)
-    return tuple(map(LengthShare, (1, *buckets.edges), ends, length)), {
-        estimate: min(limit, expected_output_tokens(length, buckets, 0, estimate))
-        for estimate in get_args(Estimate)
-    }
+    shares = []
+    shortest = 1
+    for edge, probability in zip([*buckets.edges, None], length, strict=True):
+        longest = None if edge is None else edge - 1
+        shares.append(LengthShare(shortest, longest, probability))
+        if edge is not None:
+            shortest = edge
+    tokens = {}
+    for estimate in get_args(Estimate):
+        expected = expected_output_tokens(length, buckets, generated=0, estimate=estimate)
+        tokens[estimate] = min(limit, expected)
+    return tuple(shares), tokens
 
 
 def _notes(policy: Policy, prediction: Prediction) -> tuple[str, ...]:
@@ -229,5 +250,5 @@ def _notes(policy: Policy, prediction: Prediction) -> tuple[str, ...]:
 
 def _log_odds(probabilities: Sequence[float], level: int) -> float:
     # Summed separately: beside a probability near 1 the others' digits would be lost.
-    others = sum(p for at, p in enumerate(probabilities) if at != level)
+    others = sum(share for index, share in enumerate(probabilities) if index != level)
     return math.log(max(probabilities[level], _TINY)) - math.log(max(others, _TINY))

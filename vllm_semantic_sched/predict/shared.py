@@ -53,25 +53,34 @@ async def _run(path: Path, timeout: float, command: Sequence[str]) -> int:
 async def _join(path: Path) -> int:
     """Pass everything between the engine and the first one."""
     reader, writer = await asyncio.open_unix_connection(path)
-    copies = _copy(await _stdin(), writer), _copy(reader, await _stdout())
-    ways = [asyncio.create_task(copy) for copy in copies]
-    await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-    return 0 if ways[0].done() else 1
+    own_requests = await _stdin()
+    own_answers = await _stdout()
+    requests = asyncio.create_task(_copy(own_requests, writer))
+    answers = asyncio.create_task(_copy(reader, own_answers))
+    await asyncio.wait([requests, answers], return_when=asyncio.FIRST_COMPLETED)
+    return 0 if requests.done() else 1
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while part := await reader.read(2**16):
+    while True:
+        part = await reader.read(2**16)
+        if not part:
+            return
         writer.write(part)
         await writer.drain()
 
 
 async def _host(path: Path, timeout: float, command: Sequence[str]) -> int:
     """Run the worker for this engine and those that connect, until this one or the worker ends."""
-    limit, pipe = _LONGEST_LINE, asyncio.subprocess.PIPE
     worker = await asyncio.create_subprocess_exec(
-        *command, stdin=pipe, stdout=pipe, limit=limit, preexec_fn=_die_with_parent
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=_LONGEST_LINE,
+        preexec_fn=_die_with_parent,
     )
-    requests, answers = worker.stdin, worker.stdout
+    requests = worker.stdin
+    answers = worker.stdout
     assert requests is not None and answers is not None
     ready = await answers.readline()
     if not ready:
@@ -82,7 +91,10 @@ async def _host(path: Path, timeout: float, command: Sequence[str]) -> int:
         if writer is not own_answers:
             writer.write(ready)
         try:
-            while line := await reader.readline():
+            while True:
+                line = await reader.readline()
+                if not line:
+                    break
                 # Not `wait_for`: it may swallow that this task is cancelled (Python 3.11).
                 async with turns, asyncio.timeout(timeout):
                     requests.write(line)
@@ -96,13 +108,16 @@ async def _host(path: Path, timeout: float, command: Sequence[str]) -> int:
         writer.close()
 
     # Before anything may end this: a worker that cannot start says why, and is gone.
-    own_requests, own_answers = await _stdin(), await _stdout()
+    own_requests = await _stdin()
+    own_answers = await _stdout()
     own_answers.write(ready)
     await own_answers.drain()
     path.unlink(missing_ok=True)
-    server = await asyncio.start_unix_server(serve, path, limit=limit)
-    ends = (serve(own_requests, own_answers), worker.wait())
-    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(end) for end in ends]
+    server = await asyncio.start_unix_server(serve, path, limit=_LONGEST_LINE)
+    tasks: list[asyncio.Task[Any]] = [
+        asyncio.create_task(serve(own_requests, own_answers)),
+        asyncio.create_task(worker.wait()),
+    ]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
