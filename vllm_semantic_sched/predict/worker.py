@@ -9,13 +9,19 @@ closes, so it never outlives the engine. The first line out is {"ready": {...}} 
     <- {"id": 7, "error": "..."}, if no text could be read
 """
 
+from __future__ import annotations
+
 import argparse
 import dataclasses
 import json
 import os
 import resource
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # torch is loaded after the number of threads is set
+    from vllm_semantic_sched.policy.facts.prediction import Prediction
+    from vllm_semantic_sched.predict.model import TextPredictor
 
 _NICENESS = 10
 
@@ -54,13 +60,15 @@ def main() -> int:
     return 0
 
 
-def _answer(predictor: Any, message: dict[str, Any]) -> dict[str, Any]:
+def _answer(predictor: TextPredictor, message: dict[str, Any]) -> dict[str, Any]:
     texts = message["texts"]
     try:
-        predictions = predictor.predict(texts)
+        predictions: list[Prediction | None] = [*predictor.predict(texts)]
     except Exception as error:
-        # One by one: a text that fails must not cost the others their reading.
-        predictions = [_read(predictor, text) for text in texts] if len(texts) > 1 else []
+        predictions = []
+        if len(texts) > 1:
+            # One by one: a text that fails must not cost the others their reading.
+            predictions = [_read(predictor, text) for text in texts]
         if not any(predictions):
             return {"id": message["id"], "error": f"{type(error).__name__}: {error}"}
     answer = {"id": message["id"]}
@@ -70,11 +78,12 @@ def _answer(predictor: Any, message: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def _read(predictor: Any, text: str) -> Any:
+def _read(predictor: TextPredictor, text: str) -> Prediction | None:
     try:
-        return predictor.predict([text])[0]
+        [prediction] = predictor.predict([text])
     except Exception:
         return None
+    return prediction
 
 
 if __name__ == "__main__":
