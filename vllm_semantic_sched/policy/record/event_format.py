@@ -104,7 +104,7 @@ class Event(NamedTuple):
         held = {"held": round(seconds, 6)}
         if job.seat is not None and job.seat.held_for is not None:
             held |= _for(job.seat.held_for)
-        return cls.of_note(job, "held", held, now, policy)
+        return cls.of_note(job, "held", held, now=now, policy=policy)
 
     @classmethod
     def of_note(
@@ -113,7 +113,8 @@ class Event(NamedTuple):
         """Something that is no change of state, at Unix time `now`; see `Listener.noted`."""
         state = job.state.value
         fields = _fields(job, before=state, state=state, reason=what)
-        fields |= {**details, "policy": policy}
+        fields |= details
+        fields["policy"] = policy
         return cls(now, job.level, fields)
 
     @classmethod
