@@ -1,5 +1,5 @@
 """Update configs/policy-keys.yaml, which has every policy key, and the tables of docs/reference.md:
-refusal codes, metrics, releases of vLLM.
+refusal codes, metrics, tasks that failed, releases of vLLM.
 
 python scripts/reference.py
 """
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from vllm_semantic_sched.engine.guard import TASKS
 from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.section import Key, keys_of
@@ -20,6 +21,7 @@ from vllm_semantic_sched.policy.overload.refusal import Code
 
 _CODES_HEAD = ("| code | HTTP status | meaning | keys |", "|---|---|---|---|")
 _METRICS_HEAD = ("| metric | meaning |", "|---|---|")
+_TASKS_HEAD = ("| `doing` | failed while |", "|---|---|")
 _RELEASES_HEAD = (
     "| vLLM | runs a model | unit tests | engine tests | vLLM's scheduler tests |",
     "|---|---|---|---|---|",
@@ -71,12 +73,13 @@ def effect_of(key: str) -> Effect:
 
 
 def insert(path: Path) -> None:
-    """Update the tables of a page: the text between `<!-- codes -->`, `<!-- metrics -->` or
-    `<!-- releases -->` and the next `<!-- end -->`."""
+    """Update the tables of a page: the text between `<!-- codes -->`, `<!-- metrics -->`,
+    `<!-- tasks -->` or `<!-- releases -->` and the next `<!-- end -->`."""
     text = path.read_text("utf-8")
     tables = {
         "codes": codes_table(),
         "metrics": metrics_table(),
+        "tasks": tasks_table(),
         "releases": releases_table(),
     }
     for name, table in tables.items():
@@ -107,6 +110,12 @@ def metrics_table() -> str:
             labels = f"{{{','.join(metric.labels)}}}" if metric.labels else ""
             lines.append(f"| `semsched:{name}{ending}{labels}`{kind} | {metric.help} |")
     return "\n".join(lines) + "\n"
+
+
+def tasks_table() -> str:
+    """A Markdown table of the values of the label `doing` of `semsched:policy_errors_total`."""
+    rows = [f"| `{code}` | {task} |" for code, task in TASKS.items()]
+    return "\n".join([*_TASKS_HEAD, *rows]) + "\n"
 
 
 def releases_table() -> str:

@@ -19,15 +19,15 @@ from vllm_semantic_sched.sim.request import Run, SimRequest
 from vllm_semantic_sched.sim.sections import EngineModel
 
 PARTS = [
-    "advancing virtual time",
-    "applying predictions",
-    "revising estimates",
-    "ending what waited too long",
-    "keeping reservations",
-    "looking for decisions",
-    "making room for urgent requests",
-    "holding less urgent requests",
-    "limiting prefills",
+    "virtual_time",
+    "predictions",
+    "estimates",
+    "overdue",
+    "reservations",
+    "idle_check",
+    "room",
+    "holds",
+    "prefill_limits",
 ]
 ABOUT_WAITING = {"is_ready", "needed_blocks", "obstacles"}  # the other questions: a running job
 
@@ -80,7 +80,7 @@ def test_parts_run_in_order_and_an_error_skips_only_its_part(monkeypatch) -> Non
         step(core, engine.snapshot(), 0.0, WatchedGuard(lenient=False))
     guard = WatchedGuard(lenient=True)
     orders = step(core, engine.snapshot(), 0.0, guard)
-    assert guard.parts == PARTS and guard.failed == ["revising estimates"]
+    assert guard.parts == PARTS and guard.failed == ["estimates"]
     assert [victim.job.request_id for victim in orders.preempt] == ["0"]
 
 

@@ -134,29 +134,29 @@ class Applier:
         """Carry out what a step has ordered."""
         guard = self._guard
         for end in orders.end:
-            with guard("ending requests"):
+            with guard("endings"):
                 self.end(end)
         for victim in orders.preempt:
-            with guard("preempting a request"):
+            with guard("preemption"):
                 self._preempt(victim)
         for session in orders.release:
-            with guard("preempting a request"):
+            with guard("preemption"):
                 if session.request_id in self._scheduler.requests:
                     self._preemptions.release(self._request(session))
         if orders.moved:
-            with guard("ordering running requests"):
+            with guard("running_order"):
                 self._place_again(orders.moved)
         if orders.keep_seats_for or orders.first is not None:
-            with guard("keeping seats"):
+            with guard("kept_seats"):
                 self.gate.keep(orders.keep_seats_for, orders.first)
         if orders.hold:
-            with guard("holding less urgent requests"):
+            with guard("holds"):
                 self._hold(orders.hold)
         if orders.prefills is not NO_LIMITS:
-            with guard("limiting prefills"):
+            with guard("prefill_limits"):
                 self._limit_prefills(orders.prefills, orders.hold)
         if orders.protected_prefill:
-            with guard("limiting prefills"):
+            with guard("prefill_limits"):
                 vllm_api.let_prefills_run(self._scheduler)
 
     def end(self, end: End) -> None:
@@ -167,7 +167,7 @@ class Applier:
         """Put a request that has a seat into vLLM's list of running ones, in order of rank."""
         running = self._scheduler.running
         place = len(running)  # whatever fails, the request must not get lost
-        with self._guard("ordering running requests"):
+        with self._guard("running_order"):
             place = bisect.bisect(running, self._order(request), key=self._order)
         running.insert(place, request)
 
@@ -204,7 +204,7 @@ class Applier:
         # All out before the first goes in again: a place is found among those that are in order.
         out = []
         for request in moved:
-            with self._guard("ordering running requests"):
+            with self._guard("running_order"):
                 running.remove(request)
                 out.append(request)
         for request in out:
@@ -246,7 +246,7 @@ class Applier:
         for queue, requests in zip(queues, before, strict=True):
             for request in requests:
                 queue.add_request(request)
-        with self._guard("ordering running requests"):
+        with self._guard("running_order"):
             core.rank_running(observe)
             scheduler.running.sort(key=self._order)
 

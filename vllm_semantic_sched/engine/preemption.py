@@ -194,7 +194,7 @@ class Preemptions:
         blocks = set() if connector is None else connector.what_is_missing(output)
         if connector is None or not blocks:
             return
-        self._counters.add("policy_errors", "loading KV")
+        self._counters.add("policy_errors", "kv_load")
         with self.because("reset"):
             failed = take(connector.failed.requests)
             if vllm_api.recompute_unloaded(self._scheduler, blocks, failed):

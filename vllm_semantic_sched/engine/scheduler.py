@@ -138,7 +138,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
 
     def _kv_tokens(self, request: Request) -> int:
         """See `vllm_api.most_kv_tokens`."""
-        with self.guard("measuring the KV cache"):
+        with self.guard("kv_size"):
             encoded = vllm_api.encoder_tokens(self, request)
             if encoded not in self._room_beside:
                 if len(self._room_beside) > _MOST_MEASURED:
@@ -184,8 +184,8 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             self.core.arrive(arrival.job, self.clock())
             self.jobs[request.request_id] = arrival.job
         except Exception:
-            self.guard.failed("reading a new request")
-            with self.guard("serving a request that could not be read"):
+            self.guard.failed("arrival")
+            with self.guard("unread_arrival"):
                 job = self.arrivals.unread(request)
                 self.jobs[request.request_id] = self.core.arrive(job, self.clock())
         super().add_request(request)
@@ -197,14 +197,14 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                 if not fits:
                     self._endings.refuse_prompt(arrival.job, TOO_LARGE)
             except Exception:
-                self.guard.failed("admitting a request")
+                self.guard.failed("admission")
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         begin = monotonic()
         self._adopt_policy()
         if self.observing:
             output = super().schedule(*args, **kwargs)
-            with self.guard("observing a step"):
+            with self.guard("observed_step"):
                 if output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids:
                     self._take_in_admitted()
                 if (waits := self.core.lifecycle.waits) is not None:
@@ -215,18 +215,18 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         try:
             output = super().schedule(*args, **kwargs)
         finally:
-            with self.guard("restoring limits"):
+            with self.guard("limit_reset"):
                 self.applier.restore_limits()
-            with self.guard("taking in admitted requests"):
+            with self.guard("admitted"):
                 self._take_in_admitted()
-            with self.guard("ending requests"):
+            with self.guard("endings"):
                 self._endings.end_deferred()
-            with self.guard("timing steps"):
+            with self.guard("step_times"):
                 self.counters.observe("schedule_seconds", monotonic() - begin)
-        with self.guard("recording why requests wait"):
+        with self.guard("waits"):
             tokens_left = output.total_num_scheduled_tokens < self.max_num_scheduled_tokens
             step.filled(self.core, self.snapshot(), tokens_left)
-        with self.guard("timing steps"):
+        with self.guard("step_times"):
             if not output.total_num_scheduled_tokens and self.core.protection.held:
                 step.achieved_nothing(self.core)
             batch = batch_of(output, self.requests, self.num_spec_tokens)
@@ -254,17 +254,17 @@ class SemanticScheduler(vllm_api.HookedScheduler):
     ) -> dict[int, vllm_api.EngineCoreOutputs]:
         now = monotonic()
         if self._event_log is not None:
-            with self.guard("timing steps"):
+            with self.guard("step_times"):
                 self.samples.finished(scheduler_output, now)
         if not self.observing:
-            with self.guard("timing steps"):
+            with self.guard("step_times"):
                 measured = self.step_clock.finished(scheduler_output, now)
                 if measured is not None:
                     self.core.estimates.observe_step(*measured)
             output = model_runner_output.kv_connector_output
             self.preemptions.make_up_for_failures(self.jobs, output)
         outputs = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
-        with self.guard("noting first tokens"):  # O(admitted requests that have no token yet)
+        with self.guard("first_tokens"):  # O(admitted requests that have no token yet)
             starting = self.core.lifecycle.starting
             for job in list(starting):
                 request = self.requests.get(job.request_id)
@@ -273,18 +273,18 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                 elif request.num_output_tokens:
                     self.core.first_token(job)
         if not self.observing:
-            with self.guard("timing resumptions"):
+            with self.guard("resumptions"):
                 self.preemptions.watch(self.jobs)
-        with self.guard("telling clients of refused requests"):
+        with self.guard("refusals"):
             self._endings.deliver(outputs)
-        with self.guard("timing steps"):
+        with self.guard("step_times"):
             if not self.requests:
                 self.samples.idle()
                 self.step_clock.idle()
         return outputs
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
-        with self.guard("dropping host copies"):
+        with self.guard("host_copies"):
             self.preemptions.lose_copies(self.jobs)
         with self.preemptions.because("reset"):
             return super().reset_prefix_cache(*args, **kwargs)
@@ -292,7 +292,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            with self.guard("reporting statistics"):
+            with self.guard("statistics"):
                 idle = not self.requests
                 message = self.counters.take_message(self.gauges, monotonic(), idle)
                 if message is not None:
@@ -301,18 +301,18 @@ class SemanticScheduler(vllm_api.HookedScheduler):
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)
-        with self.guard("stopping the clock"):
+        with self.guard("pause"):
             self.step_clock.idle()
             if pause_state is PauseState.UNPAUSED:
                 self.clock.resume()
             else:
                 self.clock.pause()
-        with self.guard("recording why requests wait"):
+        with self.guard("waits"):
             step.filled(self.core, self.snapshot())
 
     def shutdown(self) -> None:
         for part in (self.predictions, self.live_policy, self._event_log):
-            with self.guard("shutting down"):
+            with self.guard("shutdown"):
                 if part is not None:
                     part.close()
         super().shutdown()
@@ -321,37 +321,37 @@ class SemanticScheduler(vllm_api.HookedScheduler):
 
     def before_step(self) -> None:
         if self.observing:
-            with self.guard("applying predictions"):
+            with self.guard("predictions"):
                 came = list(self.predictions.drain())
                 for job, prediction in came:
                     self.core.predicted(job, prediction)
                 if came:
                     self.predictions.applied()
             return
-        with self.guard("deciding a step"):
+        with self.guard("step"):
             predictions: list[tuple[Job, Prediction | None]] = []
-            with self.guard("applying predictions"):
+            with self.guard("predictions"):
                 predictions.extend(self.predictions.drain())
             returning = self.applier.gate.returning(bool(self.core.with_kv))
             snapshot = self.snapshot(predictions, returning)
             orders = step.step(self.core, snapshot, self.clock(), self.guard)
             self.applier.apply(orders)
-        with self.guard("applying predictions"):
+        with self.guard("predictions"):
             self.predictions.applied()
-        with self.guard("ending requests"):
+        with self.guard("endings"):
             self._endings.defer()
 
     def before_preemption(self, request: Request, keep_kv: bool) -> None:
-        with self.guard("preempting a request"):
+        with self.guard("preemption"):
             if not self.observing:  # nobody keeps seats, nor forgets the request later
                 self.applier.gate.preempted(request)
             job = self.jobs[request.request_id]
             self.preemptions.begin(job, request, keep_kv and not self.observing)
 
     def after_turn(self, request: Request) -> None:
-        with self.guard("restoring a session"):
+        with self.guard("session"):
             vllm_api.compute_again(self, request)
-        with self.guard("reading a session's input"):
+        with self.guard("session_input"):
             self.arrivals.turn(self.jobs[request.request_id], request)
             for queue in (self.waiting, self.kv_holding_waiting):
                 if isinstance(queue, SemanticRequestQueue):
@@ -365,7 +365,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
 
     def before_free(self, request: Request) -> None:
         job = self.jobs.pop(request.request_id, None)
-        with self.guard("finishing a request"):
+        with self.guard("finish"):
             self.preemptions.finished(request)
             if job is not None:
                 self.predictions.cancel(job)
@@ -374,7 +374,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                 if self._event_log is not None and not is_part_of_beam(request):
                     self.readings.keep(job)
         if job is not None:
-            with self.guard("forgetting a request"):
+            with self.guard("removal"):
                 self.core.forget(job)
 
     def _finish(self, job: Job, request: Request) -> None:
@@ -436,10 +436,10 @@ class SemanticScheduler(vllm_api.HookedScheduler):
     def _adopt_policy(self) -> None:
         """Between steps, put a policy in force that was reloaded, or whose turn it is."""
         if self.canary.running is not None:
-            with self.guard("driving a canary"):
+            with self.guard("canary"):
                 self.canary.drive()
         if self.live_policy.loaded is not None:
-            with self.guard("adopting a policy"):
+            with self.guard("policy_reload"):
                 self.live_policy.adopt()
 
     def _take_in_admitted(self) -> None:
@@ -451,7 +451,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                 break
             admitted.append(self.running.pop())
         for request in reversed(admitted):
-            with self.guard("starting a request"):
+            with self.guard("start"):
                 job = self.jobs[request.request_id]
                 self._observe(job)
                 self.core.start(job)

@@ -27,40 +27,40 @@ from vllm_semantic_sched.policy.snapshot import Room, Snapshot
 _READING_BUFFER = 2.0
 
 Guard = Callable[[str], AbstractContextManager[object]]
-"""Guards a block against exceptions, by what it is doing; whatever it skips, the rest goes on."""
+"""Guards a block against exceptions, by the code of its task; the rest goes on."""
 
 
 def step(core: SchedulingCore, snapshot: Snapshot, now: float, guard: Guard) -> Orders:
     """Every decision before an engine step, at the time `now` of `Job.arrival`."""
     decisions = _Step(core, snapshot, now)
     # The previous step is over: whatever is stored from here on is stored at the present time.
-    with guard("advancing virtual time"):
+    with guard("virtual_time"):
         core.tick()
     # Everything after uses the level and the length that are known now.
-    with guard("applying predictions"):
+    with guard("predictions"):
         decisions.read_predictions(guard)
     # Outlived estimates, promotions by waiting, some more jobs ranked by a new policy. Jobs that
     # changed are judged again by the limits of their tier.
-    with guard("revising estimates"):
+    with guard("estimates"):
         decisions.revise_estimates()
     # Before room is made: no running request is preempted for one that ends in this step.
-    with guard("ending what waited too long"):
+    with guard("overdue"):
         decisions.end_overdue()
     # What outgrew a hard reservation or its tenant's cap is free when room is made.
-    with guard("keeping reservations"):
+    with guard("reservations"):
         decisions.keep_reservations()
     idle = False
-    with guard("looking for decisions"):
+    with guard("idle_check"):
         idle = decisions.nothing_to_decide()
     if not idle:
         # Running requests are preempted for more urgent waiting ones (`policy.preemption`).
-        with guard("making room for urgent requests"):
+        with guard("room"):
             decisions.make_room()
     # Those that were just preempted need no hold.
-    with guard("holding less urgent requests"):
+    with guard("holds"):
         decisions.hold()
     # Last, because it depends on who runs and who is next.
-    with guard("limiting prefills"):
+    with guard("prefill_limits"):
         decisions.limit_prefills(idle)
     orders = decisions.orders
     orders.moved, core.moved = core.moved, {}
@@ -132,7 +132,7 @@ class _Step:
         changed: list[Job] = []
         for job, prediction in self._snapshot.predictions:
             # One by one: an error costs one prediction, not all that came with it.
-            with guard("applying a prediction"):
+            with guard("prediction"):
                 self._read(job, prediction)
                 changed.append(job)
         self._judge_again(changed)

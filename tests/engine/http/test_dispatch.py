@@ -287,7 +287,7 @@ def test_error_leaves_the_choice_to_vllm_and_is_logged_once(monkeypatch, caplog)
         assert await Server().engines_of(0, 0, 0) == [None] * 3
 
     run(case)
-    assert counted == [("policy_errors", "choosing an engine")] * 3
+    assert counted == [("policy_errors", "engine_choice")] * 3
     assert sum("choosing an engine" in one.message for one in caplog.records) == 1
 
 

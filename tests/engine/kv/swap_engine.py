@@ -142,7 +142,7 @@ class SwapEngine:
                 urgent = self.params(tokens, extra_args={"urgency": 0})
                 self.engine.add_request(names[-1], self.prompts[prompts - 1], urgent)
             if step % every == 0:
-                with scheduler.guard("forcing a preemption"):
+                with scheduler.guard("preemption"):
                     running = [
                         request
                         for request in scheduler.running

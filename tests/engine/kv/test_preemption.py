@@ -161,7 +161,7 @@ def test_1000_requests_survive_failure_of_each_guarded_method(build, monkeypatch
 
     def preempt(step: int) -> None:
         if step % 7 == 0 and scheduler.running:
-            with scheduler.guard("preempting for waiting requests"):
+            with scheduler.guard("preemption"):
                 preempt(scheduler, chance.choice(scheduler.running))
 
     for number in range(40):
@@ -228,7 +228,7 @@ def test_copies_that_fail_are_computed_again(
         assert sum(half.failures[name] for half in halves), f"{name} was not called"
     last = make_requests(chance, count=1)
     assert device.answer(last, int(asynchronous), lambda step: None)
-    assert scheduler.counters.total("policy_errors", "loading KV") > 0
+    assert scheduler.counters.total("policy_errors", "kv_load") > 0
     assert not scheduler.requests and not scheduler.jobs
     assert scheduler.preemptions.connector.ledger.pool.used == 0
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
@@ -274,7 +274,7 @@ def test_smallest_host_pool_of_all_workers_counts(build, caplog, said, max_stall
     assert (pool.slots, pool.used) == ((5, 0) if said else (100, 0))
     assert ("give the same host_gib" in caplog.text) == said
     assert scheduler.counters.total("loaded_tokens") > 0
-    assert (scheduler.counters.total("policy_errors", "loading KV") == 0) == said
+    assert (scheduler.counters.total("policy_errors", "kv_load") == 0) == said
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
 
 

@@ -35,10 +35,10 @@ class Dispatch:
         params = args[1] if len(args) > 1 else given
         request_id = args[2] if len(args) > 2 else kwargs.get("request_id", "")
         if request is not None:
-            with self._guard("passing hints on"):
+            with self._guard("hints"):
                 if request.hints and is_beam(request_id):
                     _repeat_hints(request.hints, params, kwargs)
-            with self._guard("naming the tenant"):
+            with self._guard("tenant"):
                 pooling = hasattr(params, "extra_kwargs")
                 name = "extra_kwargs" if pooling else "extra_args"
                 given = getattr(params, name, None)
@@ -46,9 +46,9 @@ class Dispatch:
                 if params is not None and extra is not given:
                     setattr(params, name, extra)
             if request.reading is not None:
-                with self._guard("passing a reading on"):
+                with self._guard("reading"):
                     pass_reading(params, request.reading)
-        with self._guard("choosing an engine"):
+        with self._guard("engine_choice"):
             session = request_id
             if request is not None:
                 session = request.user or request.tenant or session
@@ -57,7 +57,7 @@ class Dispatch:
             return lambda: None
         kwargs[RANK] = placed.engine
         placement, siblings = self._placement, self._siblings
-        counting = self._guard("counting requests at engines")
+        counting = self._guard("engine_counts")
         with counting:
             if siblings is not None:
                 siblings.add(placed.engine, placed.level, 1)

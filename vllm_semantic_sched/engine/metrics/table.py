@@ -135,8 +135,8 @@ COUNTERS = {
         {"result": ("adopted", "unchanged", "refused")},
     ),
     "policy_errors": Metric(
-        "Exceptions in the scheduler's own code; vLLM's order was used instead. "
-        'engine="http": in the HTTP server.',
+        "Exceptions in the scheduler's own code, by the task that failed; vLLM's order was used "
+        'instead. engine="http": in the HTTP server.',
         {"doing": ()},
     ),
     "event_log_lines": Metric("Lines written to the event log."),

@@ -48,7 +48,7 @@ class SemanticRequestQueue(RequestQueue):
             try:
                 self._core.enqueue(self._jobs[request.request_id], self._queue)
             except Exception:
-                self._fall_back("queueing a request")
+                self._fall_back("queue_add")
 
     def prepend_request(self, request: Request) -> None:
         self.prepend_requests((request,))
@@ -67,7 +67,7 @@ class SemanticRequestQueue(RequestQueue):
                     elif job not in self._queue:  # else the policy has ordered that it returns
                         self._core.requeue(job, self._queue)
                 except Exception:
-                    self._fall_back("queueing a request again")
+                    self._fall_back("queue_return")
 
     def end_step(self) -> None:
         """vLLM has filled a step: what was skipped is back. After a failure, put all into order
@@ -88,7 +88,7 @@ class SemanticRequestQueue(RequestQueue):
                 self._core.requeue(self._jobs[name], self._queue)
             self._ordered = True
         except Exception:
-            self._guard.failed("putting the queue into order again")
+            self._guard.failed("queue_order")
 
     def reposition(self, request: Request) -> None:
         """Move a request to its place after its rank has changed; no-op if it is not here."""
@@ -96,7 +96,7 @@ class SemanticRequestQueue(RequestQueue):
             try:
                 self._core.requeue(self._jobs[request.request_id], self._queue)
             except Exception:
-                self._fall_back("moving a request")
+                self._fall_back("queue_move")
 
     def peek_request(self) -> Request:
         if self._peeked is None:  # else it was found a moment ago, when vLLM asked for the truth
@@ -124,7 +124,7 @@ class SemanticRequestQueue(RequestQueue):
             job = self._jobs[name]
             rank = self._core.skip(job, self._queue)
         except Exception:
-            self._fall_back("skipping a request")
+            self._fall_back("queue_skip")
             return False
         if rank is None:
             return False
@@ -147,7 +147,7 @@ class SemanticRequestQueue(RequestQueue):
             else:
                 self._queue.remove(job)
         except Exception:
-            self._fall_back("taking a request out of the queue")
+            self._fall_back("queue_remove")
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -162,7 +162,7 @@ class SemanticRequestQueue(RequestQueue):
         try:  # not `with`: vLLM asks for every request that it skips
             return self._may_take_seat(self._jobs[head.request_id], self._popped)
         except Exception:
-            self._guard.failed("keeping seats")
+            self._guard.failed("kept_seats")
             return True
 
     def __len__(self) -> int:
@@ -173,7 +173,7 @@ class SemanticRequestQueue(RequestQueue):
             try:
                 return iter([self._members[job.request_id] for job in self._queue.ordered()])
             except Exception:
-                self._fall_back("listing waiting requests")
+                self._fall_back("queue_list")
         return iter(list(self._members.values()))
 
     def _head(self) -> Request | None:
@@ -185,7 +185,7 @@ class SemanticRequestQueue(RequestQueue):
                 assert len(self._queue) == len(self._members), "the core lost a request"
                 return None
             except Exception:
-                self._fall_back("choosing the next request")
+                self._fall_back("queue_next")
         return next(iter(self._members.values()), None)
 
     def _fall_back(self, doing: str) -> None:

@@ -50,12 +50,12 @@ class Listener:
         preempted job had its KV again)."""
 
 
-# By method of `Listener`: what an error interrupts.
-_RECORDING = {
-    "moved": "recording a transition",
-    "first_token": "recording a first token",
-    "held": "recording a hold",
-    "noted": "recording a decision",
+# By method of `Listener`: the code of the task that an error interrupts.
+_TASKS = {
+    "moved": "transition_record",
+    "first_token": "first_token_record",
+    "held": "hold_record",
+    "noted": "decision_record",
 }
 
 
@@ -92,7 +92,8 @@ class Lifecycle:
 
     Args:
         clock: seconds, the same clock as that of `Job.arrival`.
-        on_error: told, inside the except block, what failed in a listener; None: errors are raised.
+        on_error: told, inside the except block, the code of what failed in a listener; None: errors
+            are raised.
     """
 
     def __init__(
@@ -210,4 +211,4 @@ class Lifecycle:
             except Exception:
                 if self._on_error is None:
                     raise
-                self._on_error(_RECORDING[what])
+                self._on_error(_TASKS[what])
