@@ -110,7 +110,7 @@ def test_preemptions_do_not_change_answers(
     requests = make_requests(chance, shared=40 if caching else 0)
     forced = 0
 
-    def preempt(step: int) -> None:
+    def preempt_some(step: int) -> None:
         nonlocal forced
         running = [r for r in scheduler.running if freeable_blocks(scheduler, r) is not None]
         # An answer has to get on between two preemptions.
@@ -119,7 +119,7 @@ def test_preemptions_do_not_change_answers(
             forced += 1
 
     device = FakeDevice(scheduler)
-    answers = device.answer(requests, int(asynchronous), preempt)
+    answers = device.answer(requests, int(asynchronous), preempt_some)
     assert answers == {request.request_id: expected(request) for request in requests}
     assert forced > 15 and device.saves["before"] > 0 < device.saves["beside"]
     total = scheduler.counters.total
@@ -139,7 +139,6 @@ _FAILING = (
     "connector.ledger.loadable",
     "connector.ledger.load_finished",
     "connector.ledger.release",
-    "preemptions._report",
     "core.plan_preemption",
     "_endings.end_deferred",
 )
@@ -159,7 +158,7 @@ def test_1000_requests_survive_failure_of_each_guarded_method(build, monkeypatch
 
         return call
 
-    def preempt(step: int) -> None:
+    def preempt_some(step: int) -> None:
         if step % 7 == 0 and scheduler.running:
             with scheduler.guard("preemption"):
                 preempt(scheduler, chance.choice(scheduler.running))
@@ -170,7 +169,7 @@ def test_1000_requests_survive_failure_of_each_guarded_method(build, monkeypatch
         owner, name = method_of(scheduler, path)
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, failing(path, getattr(owner, name)))
-            answers = FakeDevice(scheduler).answer(requests, 0, preempt, late=5)
+            answers = FakeDevice(scheduler).answer(requests, 0, preempt_some, late=5)
         assert answers == {request.request_id: expected(request) for request in requests}, path
     assert failed == set(_FAILING)
     assert not scheduler.requests and not scheduler.jobs
@@ -204,7 +203,7 @@ def test_copies_that_fail_are_computed_again(
     monkeypatch.setattr(connector.logger, "exception", lambda *args: None)
     device, chance = FakeDevice(scheduler), random.Random(7)
 
-    def preempt(step: int) -> None:
+    def preempt_some(step: int) -> None:
         if step % 6 == 0 and scheduler.running:
             preempt(scheduler, chance.choice(scheduler.running))
 
@@ -222,7 +221,7 @@ def test_copies_that_fail_are_computed_again(
         with monkeypatch.context() as patch:
             broken = guarded(method.default)(failing)
             patch.setattr(SemanticSwapConnector, name, broken)
-            answers = device.answer(requests, int(asynchronous), preempt)
+            answers = device.answer(requests, int(asynchronous), preempt_some)
         assert answers == {request.request_id: expected(request) for request in requests}, name
         halves = (scheduler.connector, device.worker)
         assert sum(half.failures[name] for half in halves), f"{name} was not called"
@@ -242,11 +241,11 @@ def test_copies_that_a_worker_finds_wrong_are_not_used(build, caplog) -> None:
     assert "KV swap is off" in caplog.text and "blocks differ" in caplog.text
     requests = make_requests(random.Random(2), count=8)
 
-    def preempt(step: int) -> None:
+    def preempt_some(step: int) -> None:
         if step % 3 == 0 and scheduler.running:
             preempt(scheduler, scheduler.running[-1])
 
-    answers = FakeDevice(scheduler).answer(requests, 0, preempt)
+    answers = FakeDevice(scheduler).answer(requests, 0, preempt_some)
     assert answers == {request.request_id: expected(request) for request in requests}
     total = scheduler.counters.total
     assert total("loaded_tokens") == 0 < total("recomputed_tokens")
@@ -262,12 +261,12 @@ def test_smallest_host_pool_of_all_workers_counts(build, caplog, said, max_stall
     device.worker.slots = 5
     device.worker.failed.slots = 5 if said else sys.maxsize
 
-    def preempt(step: int) -> None:
+    def preempt_some(step: int) -> None:
         if step % 2 == 0 and scheduler.running:
             preempt(scheduler, scheduler.running[-1])
 
     requests = make_requests(random.Random(2), longest=80)
-    answers = device.answer(requests, 0, preempt)
+    answers = device.answer(requests, 0, preempt_some)
     assert answers == {request.request_id: expected(request) for request in requests}
     assert max(device.host) < 5
     pool = scheduler.preemptions.connector.ledger.pool
@@ -348,11 +347,11 @@ def test_sliding_window_layers_are_saved_whole_or_not_at_all(build, caching, max
     chance = random.Random(5)
     requests = make_requests(chance, shared=40 if caching else 0)
 
-    def preempt(step: int) -> None:
+    def preempt_some(step: int) -> None:
         if step % 3 == 0 and scheduler.running:
             preempt(scheduler, chance.choice(scheduler.running))
 
-    answers = FakeDevice(scheduler, window).answer(requests, 0, preempt)
+    answers = FakeDevice(scheduler, window).answer(requests, 0, preempt_some)
     assert answers == {request.request_id: expected(request, window) for request in requests}
     total = scheduler.counters.total
     assert total("preemptions", ("swap", "urgent")) > 5
@@ -367,11 +366,11 @@ def test_blocks_in_the_prefix_cache_are_not_saved(build) -> None:
     scheduler = build(prefix_caching=True)
     requests = make_requests(random.Random(1), count=1, shared=100)
 
-    def preempt(step: int) -> None:
+    def preempt_some(step: int) -> None:
         if step == 6:
             preempt(scheduler, scheduler.running[0])
 
-    answers = FakeDevice(scheduler).answer(requests, 0, preempt)
+    answers = FakeDevice(scheduler).answer(requests, 0, preempt_some)
     assert answers == {request.request_id: expected(request) for request in requests}
     total = scheduler.counters.total
     assert total("preempted_tokens") > 100
