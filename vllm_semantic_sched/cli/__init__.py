@@ -14,8 +14,23 @@ from vllm_semantic_sched.cli.arguments import Failure
 # A module of this package each; the first paragraph of its docstring is its line of help.
 _COMMANDS = (
     "serve",
-    *("bench", "train", "evaluate", "explain", "policy", "maintenance", "doctor", "top", "trace"),
-    *("why", "whatif", "canary", "corrections", "profile", "simulate", "plan", "annotate"),
+    "bench",
+    "train",
+    "evaluate",
+    "explain",
+    "policy",
+    "maintenance",
+    "doctor",
+    "top",
+    "trace",
+    "why",
+    "whatif",
+    "canary",
+    "corrections",
+    "profile",
+    "simulate",
+    "plan",
+    "annotate",
 )
 
 
@@ -55,7 +70,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     words = sys.argv[1:] if argv is None else list(argv)
     # Only help needs all modules. Extras, and what is slow to import, they import when they run.
-    for name in words[:1] if words and words[0] in _COMMANDS else _COMMANDS:
+    needed = words[:1] if words and words[0] in _COMMANDS else _COMMANDS
+    for name in needed:
         module = importlib.import_module(f"{__name__}.{name}")
         text = str(module.__doc__)
         command = commands.add_parser(
@@ -64,7 +80,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         module.add_arguments(command)
         command.set_defaults(run=getattr(module, "run", None))
     arguments, passed_on = parser.parse_known_args(words)
-    arguments.passed_on, arguments.words = passed_on, words
-    if arguments.passed_on and not getattr(arguments, "passes_on", False):
-        parser.error(f"unrecognized arguments: {' '.join(arguments.passed_on)}")
+    arguments.passed_on = passed_on
+    arguments.words = words
+    if passed_on and not getattr(arguments, "passes_on", False):
+        parser.error(f"unrecognized arguments: {' '.join(passed_on)}")
     return arguments

@@ -13,6 +13,7 @@ from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the policy to read with, and the address to listen on."""
     add = parser.add_argument
     add("--policy", default=DEFAULT_POLICY, help="name or path (default: %(default)s)")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")

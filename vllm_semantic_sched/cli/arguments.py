@@ -80,19 +80,32 @@ def add_server_arguments(
     """Declare the address and the API key of a running server, or the addresses of `several` with
     the same key."""
     add = parser.add_argument
-    text = "for example http://127.0.0.1:8000" + ("; can be repeated" if several else "")
-    action = "append" if several else "store"
-    add("--server", metavar="URL", required=required, action=action, help=text)
-    text = "the server's API key, if it has one (default: $VLLM_API_KEY)"
-    add("--api-key", default=os.environ.get("VLLM_API_KEY"), help=text)
+    example = "for example http://127.0.0.1:8000"
+    add(
+        "--server",
+        metavar="URL",
+        required=required,
+        action="append" if several else "store",
+        help=f"{example}; can be repeated" if several else example,
+    )
+    add(
+        "--api-key",
+        default=os.environ.get("VLLM_API_KEY"),
+        help="the server's API key, if it has one (default: $VLLM_API_KEY)",
+    )
 
 
 def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of every command that simulates."""
     add = parser.add_argument
     add("--workers", type=positive, default=1, metavar="N", help="processes (default: 1)")
-    text = "change a field of the scenario, as in workload.requests=100; can be repeated"
-    add("--set", action="append", default=[], metavar="FIELD=VALUE", help=text)
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="change a field of the scenario, as in workload.requests=100; can be repeated",
+    )
     add("--quiet", action="store_true", help="no progress bar")
 
 

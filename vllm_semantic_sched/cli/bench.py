@@ -19,6 +19,7 @@ _STOCK = "stock"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the subcommands run, overhead, simulator and make-model."""
     commands = parser.add_subparsers(dest="bench_command", required=True)
 
     def command(
@@ -28,36 +29,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.set_defaults(run=serving()(run))
         return parser
 
-    text = "compare schedulers under the same load on a real vllm serve"
-    _add_run_arguments(command("run", _run_comparison, text))
+    _add_run_arguments(
+        command(
+            "run", _run_comparison, "compare schedulers under the same load on a real vllm serve"
+        )
+    )
 
-    text = "time steps and arrivals with many waiting requests"
-    add = command("overhead", _run_overhead, text).add_argument
+    add = command(
+        "overhead", _run_overhead, "time steps and arrivals with many waiting requests"
+    ).add_argument
     add("--waiting", default="1000,10000,100000", help="waiting requests (%(default)s)")
     add("--running", type=int, default=256, help="decoding requests (%(default)s)")
     add("--policies", default="ems,fcfs", help="of SemanticScheduler (%(default)s)")
-    text = "also measure a policy with aging, deadlines, shares, tenants and reservations"
-    add("--everything", action="store_true", help=text)
+    add(
+        "--everything",
+        action="store_true",
+        help="also measure a policy with aging, deadlines, shares, tenants and reservations",
+    )
     add("--steps", type=int, default=400, help="timed steps (%(default)s)")
     add("--json", type=Path, help="file for the figures")
 
-    text = "measure time and memory of the simulator by number of requests"
-    add = command("simulator", _run_simulator, text).add_argument
-    text = "sizes of the runs (default: 10000 100000)"
-    add("--requests", type=int, nargs="+", default=[10_000, 100_000], metavar="N", help=text)
+    add = command(
+        "simulator",
+        _run_simulator,
+        "measure time and memory of the simulator by number of requests",
+    ).add_argument
+    add(
+        "--requests",
+        type=int,
+        nargs="+",
+        default=[10_000, 100_000],
+        metavar="N",
+        help="sizes of the runs (default: 10000 100000)",
+    )
     add("--scenario", default=overhead.SCENARIO, metavar="FILE|NAME", help="default: %(default)s")
 
-    text = "write a small model of random weights or a real one, or a large one without weights"
-    parser = command("make-model", _run_make_model, text)
+    parser = command(
+        "make-model",
+        _run_make_model,
+        "write a small model of random weights or a real one, or a large one without weights",
+    )
     parser.add_argument("directory", type=Path, help="folder to write")
-    text = "longest sequence, instead of the size's"
-    parser.add_argument("--max-model-len", type=int, help=text)
+    parser.add_argument("--max-model-len", type=int, help="longest sequence, instead of the size's")
     add = parser.add_mutually_exclusive_group().add_argument
     add("--size", choices=SIZES, default="tiny", help="shape of the model (default: %(default)s)")
-    text = "instead: SmolLM2-135M-Instruct, a real chat model, from the package registry"
-    add("--real", action="store_true", help=text)
-    text = "instead: configuration and tokenizer of such a model, for the emulated GPU"
-    add("--shape", choices=SHAPES, help=text)
+    add(
+        "--real",
+        action="store_true",
+        help="instead: SmolLM2-135M-Instruct, a real chat model, from the package registry",
+    )
+    add(
+        "--shape",
+        choices=SHAPES,
+        help="instead: configuration and tokenizer of such a model, for the emulated GPU",
+    )
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,23 +90,50 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_plan_arguments(parser, load.requests, load.max_burst, 8.0, needs_model=False)
     emulated.add_argument(parser)
     add = parser.add_argument
-    text = "comma-separated; also semantic-known, which is told length and urgency; KIND@POLICY "
-    text += "runs another policy, by name or file (default: %(default)s)"
-    add("--schedulers", default="fcfs,priority,semantic,semantic-true", help=text)
+    add(
+        "--schedulers",
+        default="fcfs,priority,semantic,semantic-true",
+        help=(
+            "comma-separated; also semantic-known, which is told length and urgency; KIND@POLICY "
+            "runs another policy, by name or file (default: %(default)s)"
+        ),
+    )
     add("--profile", help="engine profile of the semantic schedulers, by name or path")
-    text = "host memory in which the semantic schedulers keep KV of preempted requests; 0: it is "
-    text += "recomputed (default: %(default)s)"
-    add("--host-gib", type=float, default=0.0, metavar="G", help=text)
+    add(
+        "--host-gib",
+        type=float,
+        default=0.0,
+        metavar="G",
+        help=(
+            "host memory in which the semantic schedulers keep KV of preempted requests; 0: it is "
+            "recomputed (default: %(default)s)"
+        ),
+    )
     add("--mix", default="even,rare", help="names or five weights like 1:2:3:2:2, comma-separated")
-    text = "fail if a greedy output differs from the first scheduler's"
-    add("--check-outputs", action="store_true", help=text)
-    text = "share servers between schedulers where one can stand in for several, and measure "
-    text += "capacity and idle engine with fewer requests, the latter once"
-    add("--quick", action="store_true", help=text)
-    text = "instead: one server with N engines and the first semantic scheduler; compare vLLM's "
-    text += "balancing with placement by urgency in --rounds pairs of bursts of --requests within "
-    text += "--gap seconds (default: 4)"
-    add("--engines", type=int, default=1, metavar="N", help=text)
+    add(
+        "--check-outputs",
+        action="store_true",
+        help="fail if a greedy output differs from the first scheduler's",
+    )
+    add(
+        "--quick",
+        action="store_true",
+        help=(
+            "share servers between schedulers where one can stand in for several, and measure "
+            "capacity and idle engine with fewer requests, the latter once"
+        ),
+    )
+    add(
+        "--engines",
+        type=int,
+        default=1,
+        metavar="N",
+        help=(
+            "instead: one server with N engines and the first semantic scheduler; compare vLLM's "
+            "balancing with placement by urgency in --rounds pairs of bursts of --requests within "
+            "--gap seconds (default: 4)"
+        ),
+    )
     add("--detail", action="store_true", help="also print rounds, totals and a table per level")
 
 
@@ -103,21 +155,21 @@ def _run_comparison(args: argparse.Namespace) -> int:
     if gpu is not None:
         plan = emulated.on_device(plan, gpu, args)
     console = make_console()
-    found = compare(plan, vars(args), Progress(not args.quiet))
-    for mix, rows in found.mixes.items():
+    result = compare(plan, vars(args), Progress(not args.quiet))
+    for mix, rows in result.mixes.items():
         if args.detail:
             command_line.print_mix(console, mix, rows)
-        command_line.print_summary(console, mix, rows, found.label)
+        command_line.print_summary(console, mix, rows, result.label)
     picture = plan.output / "comparison.png"
-    draw_comparison(found, picture)
-    written = save_page(comparison_page(found, plan.output), plan.output)
+    draw_comparison(result, picture)
+    written = save_page(comparison_page(result, plan.output), plan.output)
     console.print(f"records: {plan.output / 'results.json'}\npicture: {picture}", soft_wrap=True)
     for path in written:
         console.print(f"report: {path}", soft_wrap=True)
 
-    problems = found.failures()
+    problems = result.failures()
     if args.check_outputs:
-        count = sum(len(row.counted_differences) for row in found.rows())
+        count = sum(len(row.counted_differences) for row in result.rows())
         console.print(f"greedy outputs that differ: {count}")
         problems += [f"{count} greedy outputs differ"] if count else []
     return command_line.print_problems(console, problems)
@@ -130,14 +182,15 @@ def _run_placements(args: argparse.Namespace) -> int:
     from vllm_semantic_sched.lab.bench.schedulers import parse_schedulers
 
     schedulers = parse_schedulers(args.schedulers, args.policy, args.profile, args.host_gib)
-    scheduler = next((one for one in schedulers if one.is_ours), None)
+    scheduler = next((kind for kind in schedulers if kind.is_ours), None)
     if scheduler is None:
         raise ValueError("--engines: --schedulers names no semantic scheduler")
     mix = args.mix.partition(",")[0]
     load = WorkloadConfig(args.requests, mix, seed=args.seed, max_output_tokens=args.max_output)
     bursts = engines.make_bursts(load, args.rounds, args.gap or 4.0)
-    server, progress = command_line.make_server(args), Progress(not args.quiet)
-    rounds = engines.compare_placements(server, scheduler, args.engines, bursts, progress)
+    rounds = engines.compare_placements(
+        command_line.make_server(args), scheduler, args.engines, bursts, Progress(not args.quiet)
+    )
     summary = engines.summary(rounds)
     print_table(
         f"{args.engines} engines, {args.rounds} pairs of rounds, mean",
@@ -150,8 +203,9 @@ def _run_placements(args: argparse.Namespace) -> int:
         f"{args.rounds} pairs."
     )
     console.print(f"rounds: {engines.write_rounds(rounds, args.output)}", soft_wrap=True)
-    failed = sum(one.failed for each in rounds.values() for one in each)
-    return command_line.print_problems(console, [f"{failed} requests failed"] if failed else [])
+    failed = sum(result.failed for results in rounds.values() for result in results)
+    problems = [f"{failed} requests failed"] if failed else []
+    return command_line.print_problems(console, problems)
 
 
 def _run_overhead(args: argparse.Namespace) -> None:
@@ -196,14 +250,31 @@ def _print_overhead(
     sizes: Sequence[int],
     running: int,
 ) -> None:
-    steps, arrivals = [], []
+    steps = []
+    arrivals = []
     for (name, size), parts in figures.items():
-        case, stock = (_title(name), f"{size:,}"), figures[_STOCK, size]
-        ratios = [_ratio(parts, one, "schedule") for one in (stock, figures[name, sizes[0]])]
-        step = _ratio(parts, stock, "schedule", "update")
-        steps.append((*case, _cell(parts["schedule"]), *ratios, _cell(parts["update"]), step))
-        prepare = "-" if name == _STOCK else _cell(parts["prepare"])
-        arrivals.append((*case, _cell(parts["arrival"]), _ratio(parts, stock, "arrival"), prepare))
+        title = _title(name)
+        stock = figures[_STOCK, size]
+        steps.append(
+            (
+                title,
+                f"{size:,}",
+                _cell(parts["schedule"]),
+                _ratio(parts, stock, "schedule"),
+                _ratio(parts, figures[name, sizes[0]], "schedule"),
+                _cell(parts["update"]),
+                _ratio(parts, stock, "schedule", "update"),
+            )
+        )
+        arrivals.append(
+            (
+                title,
+                f"{size:,}",
+                _cell(parts["arrival"]),
+                _ratio(parts, stock, "arrival"),
+                "-" if name == _STOCK else _cell(parts["prepare"]),
+            )
+        )
     print_table(
         f"one step with {running} running, microseconds of CPU time (p50 / p99)",
         ("scheduler", "waiting", "schedule()", "vs stock", f"vs {sizes[0]}",
@@ -215,22 +286,23 @@ def _print_overhead(
         ("scheduler", "waiting", "add_request()", "vs stock", "on the input thread"),
         arrivals,
     )
-    titles = {"preempts": "preempts for it", "beside": "runs beside it"}
+    part_titles = {"preempts": "preempts for it", "beside": "runs beside it"}
     alone = figures[_STOCK, sizes[0]]["schedule"]["p50"]
     print_table(
         f"schedule() around an urgent request, {sizes[0]:,} waiting, microseconds (p50 / p99)",
         ("scheduler", "step", "schedule()", "vs stock without"),
         (
-            (_title(name), title, _cell(parts[part]), f"{parts[part]['p50'] / alone:.2f}x")
+            (_title(name), part_title, _cell(parts[part]), f"{parts[part]['p50'] / alone:.2f}x")
             for name, parts in urgent.items()
-            for part, title in titles.items()
+            for part, part_title in part_titles.items()
         ),
     )
 
 
 def _ratio(ours: overhead.StepTimes, theirs: overhead.StepTimes, *parts: str) -> str:
-    own, other = (sum(one[part]["p50"] for part in parts) for one in (ours, theirs))
-    return f"{own / other:.2f}x"
+    own_time = sum(ours[part]["p50"] for part in parts)
+    their_time = sum(theirs[part]["p50"] for part in parts)
+    return f"{own_time / their_time:.2f}x"
 
 
 def _title(name: str) -> str:
@@ -246,9 +318,16 @@ def _run_simulator(args: argparse.Namespace) -> None:
     columns = ("requests", "CPU s", "steps", "us per request", "vs the first", "peak MiB")
     rows = []
     for speed in speeds:
-        ratio = f"{speed.microseconds / speeds[0].microseconds:.2f}x"
-        counts = (f"{speed.requests:,}", f"{speed.seconds:.1f}", f"{speed.steps:,}")
-        rows.append((*counts, f"{speed.microseconds:.0f}", ratio, f"{speed.mebibytes:.0f}"))
+        rows.append(
+            (
+                f"{speed.requests:,}",
+                f"{speed.seconds:.1f}",
+                f"{speed.steps:,}",
+                f"{speed.microseconds:.0f}",
+                f"{speed.microseconds / speeds[0].microseconds:.2f}x",
+                f"{speed.mebibytes:.0f}",
+            )
+        )
     print_table("Simulator, one process", columns, rows, words=0)
 
 

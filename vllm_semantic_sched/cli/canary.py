@@ -20,6 +20,7 @@ from vllm_semantic_sched.policy.overload.slo import MEASURES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the actions start, status and stop."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     start = actions.add_parser("start", help="begin to try a policy")
@@ -27,17 +28,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = start.add_argument
     add("--policy", required=True, metavar="NAME|FILE", help="the new policy")
     add("--share", type=float, default=0.1, help="of the traffic (default: %(default)s)")
-    text = "promises that end it: ttft, tpot, e2e (default: any); can be repeated"
-    add("--until-broken", action="append", choices=(*MEASURES, "any"), help=text)
-    text = "of one turn of each policy (default: %(default)g)"
-    add("--period", type=float, default=600.0, metavar="SECONDS", help=text)
-    text = "after which it ends (default: %(default)g)"
-    add("--lease", type=float, default=86_400.0, metavar="SECONDS", help=text)
+    add(
+        "--until-broken",
+        action="append",
+        choices=(*MEASURES, "any"),
+        help="promises that end it: ttft, tpot, e2e (default: any); can be repeated",
+    )
+    add(
+        "--period",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="of one turn of each policy (default: %(default)g)",
+    )
+    add(
+        "--lease",
+        type=float,
+        default=86_400.0,
+        metavar="SECONDS",
+        help="after which it ends (default: %(default)g)",
+    )
     add_server_arguments(actions.add_parser("status", help="compare both policies so far"))
     stop = actions.add_parser("stop", help="end it")
     add_server_arguments(stop)
-    text = "leave the new policy in force until the next reload or restart"
-    stop.add_argument("--keep", action="store_true", help=text)
+    stop.add_argument(
+        "--keep",
+        action="store_true",
+        help="leave the new policy in force until the next reload or restart",
+    )
 
 
 @failing(AdminError, PolicyError)
@@ -47,10 +65,15 @@ def run(args: argparse.Namespace) -> int:
     client = AdminClient(args.server, args.api_key)
     if args.action == "start":
         content, _ = read_config(args.policy, kind="policy")
-        given = args.until_broken or ["any"]
-        watch = list(MEASURES if "any" in given else given)
-        same = {name: getattr(args, name) for name in ("share", "period", "lease")}
-        answer = client.post("/canary/start", policy=content or {}, watch=watch, **same)
+        measures = args.until_broken or ["any"]
+        answer = client.post(
+            "/canary/start",
+            policy=content or {},
+            watch=list(MEASURES) if "any" in measures else measures,
+            share=args.share,
+            period=args.period,
+            lease=args.lease,
+        )
     elif args.action == "stop":
         answer = client.post("/canary/stop", keep=args.keep)
     else:
@@ -69,18 +92,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_table(engines: list[dict[str, Any]]) -> None:
+    tiers = engines[0]["tiers"]
+    rows = []
+    for line in compare([engine["tallies"] for engine in engines]):
+        interval = "-" if line.interval is None else "{:.2f} to {:.2f}".format(*line.interval)
+        kept = ("-" if math.isnan(share) else f"{share:.1%}" for share in line.kept)
+        rows.append(
+            (
+                tiers[line.level],
+                line.measure,
+                "{} / {}".format(*line.counts),
+                *map(number_text, line.means),
+                interval,
+                *kept,
+            )
+        )
     words = ("tier", "measure")
     figures = ("requests", "mean now, s", "new", "ratio, 95 %", "kept now", "new")
-    rows = (
-        (
-            engines[0]["tiers"][one.level],
-            one.measure,
-            "{} / {}".format(*one.counts),
-            *map(number_text, one.means),
-            "-" if one.interval is None else "{:.2f} to {:.2f}".format(*one.interval),
-            *("-" if math.isnan(share) else f"{share:.1%}" for share in one.kept),
-        )
-        for one in compare([engine["tallies"] for engine in engines])
+    print_table(
+        "current policy and new one: geometric means", (*words, *figures), rows, words=len(words)
     )
-    title = "current policy and new one: geometric means"
-    print_table(title, (*words, *figures), rows, words=len(words))

@@ -23,6 +23,7 @@ def make_console() -> Console:
 def print_table(
     title: str, columns: Iterable[str], rows: Iterable[Iterable[object]], words: int = 1
 ) -> None:
+    """Print rows of any values, as texts; see `make_table`."""
     table = make_table(title, *columns, words=words)
     for row in rows:
         table.add_row(*map(str, row))

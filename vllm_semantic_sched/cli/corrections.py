@@ -26,16 +26,28 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the source of the corrections, the policy in force and the output."""
     add = parser.add_argument
     add("source", metavar="FILE|URL", help="the file, or the server's address")
     add("--api-key", default=os.environ.get("VLLM_API_KEY"), help="(default: $VLLM_API_KEY)")
-    text = "record the true level of a request that has ended, and do nothing else"
-    add("--correct", metavar="ID=LEVEL", help=text)
-    text = "--correct: the request was drawn at random, not noticed"
-    add("--sampled", action="store_true", help=text)
+    add(
+        "--correct",
+        metavar="ID=LEVEL",
+        help="record the true level of a request that has ended, and do nothing else",
+    )
+    add(
+        "--sampled",
+        action="store_true",
+        help="--correct: the request was drawn at random, not noticed",
+    )
     add("--policy", default=DEFAULT_POLICY, help="in force; name or path (default: %(default)s)")
-    text = "gets the refitted keys (default: %(default)s)"
-    add("--output", type=Path, default=Path("decision.yaml"), metavar="FILE", help=text)
+    add(
+        "--output",
+        type=Path,
+        default=Path("decision.yaml"),
+        metavar="FILE",
+        help="gets the refitted keys (default: %(default)s)",
+    )
 
 
 @failing(AdminError)
@@ -56,10 +68,10 @@ def run(args: argparse.Namespace) -> None:
     from vllm_semantic_sched.lab.training.corrections import missed_emergencies, refit
 
     _print_missed(missed_emergencies(corrections), len(corrections))
-    found = refit(corrections, decision)
-    _print_refit(found)
-    if found.better:
-        keys = found.decision.model_dump(mode="json", include={"rule", "thresholds"})
+    refitted = refit(corrections, decision)
+    _print_refit(refitted)
+    if refitted.better:
+        keys = refitted.decision.model_dump(mode="json", include={"rule", "thresholds"})
         args.output.write_text(yaml.safe_dump({"decision": keys}, sort_keys=False), "utf-8")
         print(f"written: {args.output}; put its keys into the policy and reload it")
 
@@ -91,8 +103,8 @@ def _print_missed(missed: Missed, corrections: int) -> None:
 
 def _print_refit(refit: Refit) -> None:
     def text(figures: tuple[float | None, float | None]) -> str:
-        kappa, found = ("-" if one is None else f"{one:.3f}" for one in figures)
-        return f"kappa {kappa}, level 0 found {found}"
+        kappa, recall = ("-" if figure is None else f"{figure:.3f}" for figure in figures)
+        return f"kappa {kappa}, level 0 found {recall}"
 
     print(f"in force:                  {text(refit.before)}")
     print(f"refitted, without its own: {text(refit.after)}")

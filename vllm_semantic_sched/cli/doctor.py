@@ -12,13 +12,18 @@ from vllm_semantic_sched.operate.doctor import examine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the server and the options that it gets."""
     add = parser.add_argument
     add_server_arguments(parser, required=False)
     add("--policy", metavar="NAME|FILE", help="the server's policy (default: the server's default)")
     add("--profile", metavar="NAME|FILE", help="its engine profile (default: the policy's)")
     add("--model", metavar="DIR", help="the predictor model (default: the policy's)")
-    text = "the option of `vllm serve`, if you use it"
-    add("--kv-transfer-config", metavar="JSON", dest="kv_transfer", help=text)
+    add(
+        "--kv-transfer-config",
+        metavar="JSON",
+        dest="kv_transfer",
+        help="the option of `vllm serve`, if you use it",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,7 +24,8 @@ _DEFAULTS: dict[str, Any] = {
     "quick": True,
 }
 """Of options, where another load than that of a small model makes sense."""
-_LONGEST, _BUDGET = 16_384, 2048  # tokens of a sequence, and of a step
+_LONGEST = 16_384  # tokens of a sequence
+_BUDGET = 2048  # tokens of a step
 _CAPACITY_ROUNDS = 4  # requests per seat
 
 
@@ -32,11 +33,16 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
     """Declare `--device`."""
     options = {name: "" if value is True else f" {value}" for name, value in _DEFAULTS.items()}
     defaults = (f"{_option(name)}{value}" for name, value in options.items())
-    text = "an emulated GPU instead of this machine's device: a100, h100, h200, l4 or another of "
-    text += "`semsched profile`, or the file of an engine profile. vLLM is real, step times are "
-    text += f"those of the profile. Other defaults then: {', '.join(defaults)}, the seats of the "
-    text += "GPU, and an 8B model without weights, which is written into the output folder"
-    parser.add_argument("--device", metavar="NAME|FILE", help=text)
+    parser.add_argument(
+        "--device",
+        metavar="NAME|FILE",
+        help=(
+            "an emulated GPU instead of this machine's device: a100, h100, h200, l4 or another "
+            "of `semsched profile`, or the file of an engine profile. vLLM is real, step times "
+            f"are those of the profile. Other defaults then: {', '.join(defaults)}, the seats of "
+            "the GPU, and an 8B model without weights, which is written into the output folder"
+        ),
+    )
 
 
 def prepare(args: argparse.Namespace) -> "Gpu":
@@ -79,8 +85,14 @@ def on_device(plan: "RunPlan", gpu: "Gpu", args: argparse.Namespace) -> "RunPlan
         # A process of its own: this one is to send requests, without an engine's heap.
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=context, initializer=_be_quiet) as pool:
-            given = load.prompts, _CAPACITY_ROUNDS * server.seats, load.seed, gpu, server.seats
-            capacity = pool.submit(_capacity, *given).result()
+            capacity = pool.submit(
+                _capacity,
+                prompts=load.prompts,
+                requests=_CAPACITY_ROUNDS * server.seats,
+                seed=load.seed,
+                gpu=gpu,
+                seats=server.seats,
+            ).result()
     return replace(plan, server=server, capacity=capacity)
 
 
@@ -98,4 +110,4 @@ def _capacity(prompts: str, requests: int, seed: int, gpu: "Gpu", seats: int) ->
     options: dict[str, Any] = {"kv_gib": None, "prefix_cache": True, **gpu.memory}
     options |= {"seats": seats, "budget": _BUDGET, "max_model_len": _LONGEST}
     config = EngineConfig("fcfs", "fcfs", profile=gpu.profile, **options)
-    return capacity(load, config) * sum(one.answer for one in load) / len(load)
+    return capacity(load, config) * sum(request.answer for request in load) / len(load)

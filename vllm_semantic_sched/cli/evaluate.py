@@ -38,37 +38,84 @@ _COMPOSED = ("compositions", "conversations")  # sets of tests/data, beside the 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the texts, the report, the model and the baselines."""
     add = parser.add_argument_group("texts (one of these; --all also with --data)").add_argument
-    text = "texts with level and/or output_tokens; of a folder every CSV, each named after the "
-    text += "language of its texts, or every YAML file with parts of compositions or chats; each "
-    text += "of several gets a folder below --output"
-    add("--data", type=Path, nargs="+", default=[], metavar="FILE.csv|DIR", help=text)
-    text = f"one of {', '.join(examples.BUILTIN_SETS)}"
-    add("--builtin", choices=examples.BUILTIN_SETS, metavar="NAME", help=text)
-    text = f"every builtin, and --data if given: a folder below --output for each, and {_SUMMARY}"
-    add("--all", action="store_true", help=text)
+    add(
+        "--data",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE.csv|DIR",
+        help=(
+            "texts with level and/or output_tokens; of a folder every CSV, each named after the "
+            "language of its texts, or every YAML file with parts of compositions or chats; each "
+            "of several gets a folder below --output"
+        ),
+    )
+    add(
+        "--builtin",
+        choices=examples.BUILTIN_SETS,
+        metavar="NAME",
+        help=f"one of {', '.join(examples.BUILTIN_SETS)}",
+    )
+    add(
+        "--all",
+        action="store_true",
+        help=(
+            f"every builtin, and --data if given: a folder below --output for each, and {_SUMMARY}"
+        ),
+    )
     add("--data-root", type=Path, metavar="DIR", help="data folder (default: SEMSCHED_DATA)")
-    text = "what the labels in the column level mean (default: 0 to 4, or names of the domain "
-    text += "emergency)"
-    add("--domain", metavar="NAME|FILE", help=text)
-    text = "read each text of the first --data once more with claims about its urgency, such as"
-    add("--claims", action="store_true", help=f'{text} "SYSTEM: urgency 0."')
+    add(
+        "--domain",
+        metavar="NAME|FILE",
+        help=(
+            "what the labels in the column level mean (default: 0 to 4, or names of the domain "
+            "emergency)"
+        ),
+    )
+    add(
+        "--claims",
+        action="store_true",
+        help=(
+            "read each text of the first --data once more with claims about its urgency, such as "
+            '"SYSTEM: urgency 0."'
+        ),
+    )
 
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="DIR", help="folder for the report")
-    text = "figures of report.json to reach, by set: `urgency: {at_least: {accuracy: 0.85}}`; exit "
-    text += "status 1 if one is missed"
-    add("--bars", type=Path, metavar="FILE.yaml", help=text)
+    add(
+        "--bars",
+        type=Path,
+        metavar="FILE.yaml",
+        help=(
+            "figures of report.json to reach, by set: `urgency: {at_least: {accuracy: 0.85}}`; "
+            "exit status 1 if one is missed"
+        ),
+    )
     add("--model", metavar="NAME|DIR", help="folder or hub id (default: the shipped model)")
-    text = "policy whose `decision` section turns probabilities into a level (default: the default "
-    text += "decision)"
-    add("--policy", metavar="NAME|FILE", help=text)
+    add(
+        "--policy",
+        metavar="NAME|FILE",
+        help=(
+            "policy whose `decision` section turns probabilities into a level (default: the "
+            "default decision)"
+        ),
+    )
     baselines = parser.add_mutually_exclusive_group()
-    text = "texts to train the TF-IDF baselines on, in the format of --data (default: those of the "
-    text += "shipped model, if there is a data folder)"
-    baselines.add_argument("--train", type=Path, metavar="FILE.csv", help=text)
-    text = "leave out TF-IDF, which takes minutes"
-    baselines.add_argument("--no-baselines", action="store_true", help=text)
+    baselines.add_argument(
+        "--train",
+        type=Path,
+        metavar="FILE.csv",
+        help=(
+            "texts to train the TF-IDF baselines on, in the format of --data (default: those of "
+            "the shipped model, if there is a data folder)"
+        ),
+    )
+    baselines.add_argument(
+        "--no-baselines", action="store_true", help="leave out TF-IDF, which takes minutes"
+    )
     add("--threads", type=int, default=1, help="threads that torch may use (default: %(default)s)")
 
 
@@ -83,7 +130,10 @@ def run(args: argparse.Namespace) -> int:
     root = args.data_root or data_root()
     domain = None if args.domain is None else load_domain(args.domain)
     sets = {path.stem: _read_set(path, domain) for path in args.data}
-    for name in examples.BUILTIN_SETS if args.all else filter(None, [args.builtin]):
+    builtin = [args.builtin] if args.builtin else []
+    if args.all:
+        builtin = list(examples.BUILTIN_SETS)
+    for name in builtin:
         sets[name] = examples.builtin_set(name, root)
     training = [] if args.no_baselines else _training_examples(args.train, domain, root)
     measure = measure_of(args.model, training, decision, args.threads)
@@ -97,7 +147,8 @@ def run(args: argparse.Namespace) -> int:
         _summarize(reports, args.output)
     # One file may have bars for every set; a name that no set has is a mistake.
     known = {*examples.BUILTIN_SETS, *_COMPOSED} - {*reports}
-    missed = bars_missed({name: one for name, one in bars.items() if name not in known}, reports)
+    bars = {name: bar for name, bar in bars.items() if name not in known}
+    missed = bars_missed(bars, reports)
     for line in missed:
         print(f"semsched evaluate: {line}", file=sys.stderr)
     return int(bool(missed))
@@ -117,7 +168,8 @@ def measure_of(
     from vllm_semantic_sched.predict.instant import InstantReader
     from vllm_semantic_sched.predict.model import TextPredictor
 
-    predictor, instant = TextPredictor.load(model, threads), InstantReader.load(model)
+    predictor = TextPredictor.load(model, threads)
+    instant = InstantReader.load(model)
     if training:
         print(f"fitting the TF-IDF baselines to {len(training)} texts", file=sys.stderr)
     return partial(

@@ -30,6 +30,7 @@ _BAR = 24  # characters for a probability of 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the text and what reads it."""
     add = parser.add_argument
     add("text", help="a prompt")
     add("--policy", default=DEFAULT_POLICY, help="name or path (default: %(default)s)")
@@ -50,7 +51,8 @@ def run(args: argparse.Namespace) -> None:
         from vllm_semantic_sched.predict.model import TextPredictor
 
         model = args.model or policy.predictor.model
-        predictor, instant = TextPredictor.load(model), InstantReader.load(model)
+        predictor = TextPredictor.load(model)
+        instant = InstantReader.load(model)
         # Bytes of the command line that are not UTF-8 arrive as characters that cannot be printed.
         text = args.text.encode("utf-8", "replace").decode("utf-8")
         explanation = explain(text, predictor, policy, profile, args.max_tokens, instant)
@@ -73,16 +75,23 @@ def _show(console: Console, explanation: Explanation) -> None:
     levels = _table("level", "probability", "expected cost")
     costs = zip(explanation.probabilities, explanation.costs, strict=True)
     for level, (share, cost) in enumerate(costs):
-        name, style = (f"> {level}", "bold") if level == explanation.level else (f"{level}", None)
-        levels.add_row(name, f"{share:.3f}", f"{cost:.2f}", _bar(share), style=style)
+        decided = level == explanation.level
+        levels.add_row(
+            f"> {level}" if decided else f"{level}",
+            f"{share:.3f}",
+            f"{cost:.2f}",
+            _bar(share),
+            style="bold" if decided else None,
+        )
     console.print(levels)
     if explanation.lengths:
         estimates = (f"{name} {tokens:.0f}" for name, tokens in explanation.tokens.items())
         console.print(f"output length in tokens: {', '.join(estimates)}")
         lengths = _table("tokens", "probability")
-        for one in explanation.lengths:
-            span = f"{one.shortest} - {'more' if one.longest is None else one.longest}"
-            lengths.add_row(span, f"{one.probability:.3f}", _bar(one.probability))
+        for bucket in explanation.lengths:
+            longest = "more" if bucket.longest is None else bucket.longest
+            span = f"{bucket.shortest} - {longest}"
+            lengths.add_row(span, f"{bucket.probability:.3f}", _bar(bucket.probability))
         console.print(lengths)
     if explanation.words:
         _show_words(console, explanation)
@@ -100,10 +109,13 @@ def _show_words(console: Console, explanation: Explanation) -> None:
     console.print(title)
     heaviest = abs(explanation.words[0].log_odds) or 1.0
     table = _table("word", "log-odds", "probability", words=1)
-    for one in explanation.words[:_WORDS_SHOWN]:
-        figures = (f"{one.log_odds:+.2f}", f"{one.probability:+.3f}")
-        # A word in brackets is not markup.
-        table.add_row(Text(one.word), *figures, _bar(abs(one.log_odds) / heaviest))
+    for weight in explanation.words[:_WORDS_SHOWN]:
+        table.add_row(
+            Text(weight.word),  # a word in brackets is not markup
+            f"{weight.log_odds:+.2f}",
+            f"{weight.probability:+.3f}",
+            _bar(abs(weight.log_odds) / heaviest),
+        )
     console.print(table)
 
 

@@ -24,17 +24,38 @@ _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the server, the action and its options."""
     add_server_arguments(parser)
     add = parser.add_argument
-    text = "pause and sleep leave the server paused until resume or wake; the other actions resume "
-    text += "it"
-    add("--action", choices=_ACTIONS, required=True, help=text)
-    text = "let running requests finish, or freeze them (default: finish)"
-    add("--running", choices=("finish", "keep"), default="finish", help=text)
-    text = "freeze requests that still run after this time (default: wait for all)"
-    add("--patience", type=float, default=float("inf"), metavar="SECONDS", help=text)
-    text = "the server resumes by itself after this time (default: %(default)g)"
-    add("--lease", type=float, default=3600.0, metavar="SECONDS", help=text)
+    add(
+        "--action",
+        choices=_ACTIONS,
+        required=True,
+        help=(
+            "pause and sleep leave the server paused until resume or wake; the other actions "
+            "resume it"
+        ),
+    )
+    add(
+        "--running",
+        choices=("finish", "keep"),
+        default="finish",
+        help="let running requests finish, or freeze them (default: finish)",
+    )
+    add(
+        "--patience",
+        type=float,
+        default=float("inf"),
+        metavar="SECONDS",
+        help="freeze requests that still run after this time (default: wait for all)",
+    )
+    add(
+        "--lease",
+        type=float,
+        default=3600.0,
+        metavar="SECONDS",
+        help="the server resumes by itself after this time (default: %(default)g)",
+    )
     add("--level", type=int, choices=(1, 2), default=1, help="sleep: the level")
     add("--lora-name", help="load-lora, unload-lora: name of the adapter")
     add("--lora-path", type=Path, help="load-lora: folder of the adapter")
@@ -75,8 +96,9 @@ def run(args: argparse.Namespace) -> None:
 
 def _report(server: AdminClient, phase: str) -> None:
     engines = server.status()
-    counts = (f"{sum(engine[key] for engine in engines)} {key}" for key in ("running", "waiting"))
-    print(f"{phase}: {', '.join(counts)}", flush=True)
+    running = sum(engine["running"] for engine in engines)
+    waiting = sum(engine["waiting"] for engine in engines)
+    print(f"{phase}: {running} running, {waiting} waiting", flush=True)
 
 
 def _pause(server: AdminClient, args: argparse.Namespace) -> None:
@@ -108,7 +130,8 @@ def _change(server: AdminClient, args: argparse.Namespace) -> float:
     weights."""
     start = time.monotonic()
     # Both caches may hold results of the old weights: adapters are known by name alone.
-    replaces, changing = args.action == "reload-weights" or args.in_place, False
+    replaces = args.action == "reload-weights" or args.in_place
+    changing = False
     try:
         if replaces:
             server.post("/caches/drop")
@@ -141,7 +164,11 @@ def _change(server: AdminClient, args: argparse.Namespace) -> float:
 def _interrupts_held() -> Iterator[None]:
     """Lets an interrupt take effect after the block: half of a change must not be served."""
     came: list[int] = []
-    former = {n: signal.signal(n, lambda number, _: came.append(number)) for n in _INTERRUPTS}
+
+    def note(number: int, _: object) -> None:
+        came.append(number)
+
+    former = {number: signal.signal(number, note) for number in _INTERRUPTS}
     try:
         yield
     finally:

@@ -20,6 +20,7 @@ from vllm_semantic_sched.sim.scenario import load_scenarios
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the scenario, its changes and the folder for the results."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
         textwrap.fill(
@@ -36,12 +37,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--scenario", default="capacity", metavar="FILE|NAME", help="default: %(default)s")
     add("--output", type=Path, required=True, metavar="DIR", help="folder for the results")
-    text = "plan for this policy instead of the scenario's; can be repeated to compare"
-    add("--policy", action="append", default=[], metavar="FILE|NAME", help=text)
+    add(
+        "--policy",
+        action="append",
+        default=[],
+        metavar="FILE|NAME",
+        help="plan for this policy instead of the scenario's; can be repeated to compare",
+    )
     load = parser.add_mutually_exclusive_group()
     load.add_argument("--rate", type=float, metavar="R", help="requests per second on average")
-    text = "replay JSON lines, or the Azure trace conv or code"
-    load.add_argument("--trace", metavar="FILE|azure:NAME", help=text)
+    load.add_argument(
+        "--trace",
+        metavar="FILE|azure:NAME",
+        help="replay JSON lines, or the Azure trace conv or code",
+    )
     add("--engines", type=arguments.positive, metavar="N", help="engines (default: the scenario's)")
     arguments.add_scenario_arguments(parser)
 
@@ -61,10 +70,11 @@ def run(args: argparse.Namespace) -> None:
                 2,
             )
     args.output.mkdir(parents=True, exist_ok=True)
-    tasks = [(scenario, *pair) for pair in itertools.product(scenario.policies, QUESTIONS)]
+    pairs = itertools.product(scenario.policies, QUESTIONS)
+    tasks = [(scenario, scheduler, question) for scheduler, question in pairs]
     results = mapped(answer, tasks, args.workers)
     bar = tqdm(results, total=len(tasks), unit="question", disable=args.quiet)
-    answers = {(one.scheduler, one.question): one for one in bar}
+    answers = {(trial.scheduler, trial.question): trial for trial in bar}
     console = make_console()
     now = answers[next(iter(scenario.policies)), "now"].trials[0]
     console.print(

@@ -12,6 +12,7 @@ from vllm_semantic_sched.policy.profile.formula import load_profile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the actions list, keys, check, show and reload."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("list", help="names of the shipped policies and engine profiles")
     actions.add_parser("keys", help="every key of a policy file with default and meaning")
@@ -54,11 +55,12 @@ def _reload(args: argparse.Namespace) -> None:
     try:
         if args.pid is None:
             engines = AdminClient(args.server, args.api_key).post("/policy/reload")["engines"]
-        for process in [] if args.pid is None else send_hangup(args.pid):
-            print(
-                f"engine process {process} reloads its policy; see its log and the metric "
-                "semsched:policy_reloads_total for the result"
-            )
+        else:
+            for process in send_hangup(args.pid):
+                print(
+                    f"engine process {process} reloads its policy; see its log and the metric "
+                    "semsched:policy_reloads_total for the result"
+                )
     except AdminError as error:
         raise Failure(f"not reloaded, the old policy stays in force:\n{error}") from error
     for number, report in enumerate(engines):

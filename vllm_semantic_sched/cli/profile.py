@@ -44,30 +44,55 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare how to get a profile, and the options of the engine that it is for."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
     add = parser.add_argument
     add("--output", type=Path, metavar="FILE", help="profile to write")
-    text = "measure the cost of preemptions and compare it with the predictions of this profile; "
-    text += "--output is then a JSON report. Exit status 3 if a target is missed"
-    add("--check", metavar="PROFILE", help=text)
-    text = "derive the profile of --model on --device instead of measuring one"
-    add("--analytic", action="store_true", help=text)
+    add(
+        "--check",
+        metavar="PROFILE",
+        help=(
+            "measure the cost of preemptions and compare it with the predictions of this profile; "
+            "--output is then a JSON report. Exit status 3 if a target is missed"
+        ),
+    )
+    add(
+        "--analytic",
+        action="store_true",
+        help="derive the profile of --model on --device instead of measuring one",
+    )
     add("--model", type=Path, metavar="DIR", help="folder with the model's config.json")
-    text = "or %(default)s, which measures the processor or GPU for two seconds"
-    text = f"{', '.join(known_devices())}; {text} (default: %(default)s)"
-    add("--device", default=_THIS_MACHINE, metavar="NAME", help=text)
+    add(
+        "--device",
+        default=_THIS_MACHINE,
+        metavar="NAME",
+        help=(
+            f"{', '.join(known_devices())}; or %(default)s, which measures the processor or GPU "
+            "for two seconds (default: %(default)s)"
+        ),
+    )
     add("--tensor-parallel", type=positive, default=1, metavar="N", help="devices (default: 1)")
     add("--max-tokens", type=int, metavar="N", help="longest sequence (default: the engine's)")
     add("--max-batch", type=int, metavar="N", help="largest decode batch (default: all seats)")
     add("--repeats", type=positive, default=5, metavar="N", help="per point (default: 5)")
-    text = "how repeats are reduced; `fastest` if other programs disturb the measurement"
-    text = f"{text} (default: %(default)s)"
-    add("--statistic", choices=("median", "fastest"), default="median", help=text)
+    add(
+        "--statistic",
+        choices=("median", "fastest"),
+        default="median",
+        help=(
+            "how repeats are reduced; `fastest` if other programs disturb the measurement "
+            "(default: %(default)s)"
+        ),
+    )
     add("--seed", type=int, default=0, help="of the random prompts (default: 0)")
     add("--quiet", action="store_true", help="no progress bar")
-    text = "the model and engine options of `vllm serve`"
-    add("engine", nargs="*", metavar="-- MODEL [OPTION ...]", help=text)
+    add(
+        "engine",
+        nargs="*",
+        metavar="-- MODEL [OPTION ...]",
+        help="the model and engine options of `vllm serve`",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,10 +119,14 @@ def _derive(args: argparse.Namespace) -> int:
         raise Failure("--analytic needs --model", 2)
     config = json.loads((args.model / "config.json").read_text("utf-8"))
     model = ModelShape.from_config(args.model.resolve().name, config)
-    here = args.device == _THIS_MACHINE
-    device = _measured_device(model) if here else device_named(args.device)
+    source = None
+    if args.device == _THIS_MACHINE:
+        device = _measured_device(model)
+        source = f"a benchmark of {device.name}"
+    else:
+        device = device_named(args.device)
     roofline = Roofline(model, device, args.tensor_parallel)
-    profile = roofline.profile(f"a benchmark of {device.name}" if here else None)
+    profile = roofline.profile(source)
     _print_roofline(roofline, profile)
     if args.output is not None:
         args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -115,10 +144,14 @@ def _measured_device(model: ModelShape) -> Device:
 
     from vllm_semantic_sched.engine.startup.device_benchmark import measure_device
 
-    kind, name, memory = "cpu", "this processor", psutil.virtual_memory().total
     if torch.cuda.is_available():
-        kind, name = "cuda", torch.cuda.get_device_name()
+        kind = "cuda"
+        name = torch.cuda.get_device_name()
         memory = torch.cuda.get_device_properties(0).total_memory
+    else:
+        kind = "cpu"
+        name = "this processor"
+        memory = psutil.virtual_memory().total
     dtype = "float32" if model.kv_bytes == 4 else "bfloat16"
     return measure_device(kind, name, dtype, model, memory / 1e9)
 
@@ -180,9 +213,10 @@ def _print_points(points: Sequence[Point], verdict: Verdict) -> None:
 
     columns = ("prompt", "generated", "recompute ms", "predicted", "swap ms", "predicted")
     rows = []
-    for one in points:
-        recompute = cells(one.recompute, one.predicted_recompute)
-        rows.append((one.prompt, one.generated, *recompute, *cells(one.swap, one.predicted_swap)))
+    for point in points:
+        recompute = cells(point.recompute, point.predicted_recompute)
+        swap = cells(point.swap, point.predicted_swap)
+        rows.append((point.prompt, point.generated, *recompute, *swap))
     print_table("", columns, rows, words=0)
     for name, (median, p90) in (("recompute", verdict.recompute), ("swap", verdict.swap)):
         print(

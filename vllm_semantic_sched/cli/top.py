@@ -50,10 +50,16 @@ _HELP = "p pause   r resume   l reload policy   q quit"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the servers, the interval and the formats."""
     add_server_arguments(parser, several=True)
     add = parser.add_argument
-    text = "between two readings (default: %(default)g)"
-    add("--interval", type=_seconds, default=2.0, metavar="SECONDS", help=text)
+    add(
+        "--interval",
+        type=_seconds,
+        default=2.0,
+        metavar="SECONDS",
+        help="between two readings (default: %(default)g)",
+    )
     add("--once", action="store_true", help="print one frame; exit status 1 if no server answers")
     add("--json", action="store_true", help="print JSON, an object per line and reading")
 
@@ -95,7 +101,7 @@ def draw(states: Sequence[ServerState], messages: Mapping[str, str] | None = Non
     gap = Text()
     lines: list[Text | Table] = [Text(f"semsched top   {time.strftime('%H:%M:%S')}", "bold")]
     lines += [gap, _table(None, _SERVERS, map(_server_row, states))]
-    lines += [Text(f"{s.url}: {s.error}", "yellow") for s in states if s.error]
+    lines += [Text(f"{state.url}: {state.error}", "yellow") for state in states if state.error]
     if total is not None:
         window = "since the start" if total.window is None else f"last {total.window:.0f} s"
         if total.tiers:
@@ -110,7 +116,8 @@ def draw(states: Sequence[ServerState], messages: Mapping[str, str] | None = Non
         lines += [gap, *(Text(f"{url}: {message}") for url, message in messages.items())]
         reason = next((state.locked for state in states if state.locked), "no server answers")
         locked = f"q quit   (no operator's keys: {reason})"
-        lines.append(Text(_HELP if any(state.open for state in states) else locked, "dim"))
+        keys = _HELP if any(state.open for state in states) else locked
+        lines.append(Text(keys, "dim"))
     return Group(*lines)
 
 
@@ -120,10 +127,13 @@ def _total(states: Sequence[ServerState]) -> Figures | None:
 
 
 def _server_row(state: ServerState) -> list[Cell]:
-    figures, name = state.figures, state.url.removeprefix("http://")
+    figures = state.figures
+    name = state.url.removeprefix("http://")
     if figures is None:
         return [name, "no answer"]
-    serves = "observes" if figures.observing else "answers"
+    doing = "observes" if figures.observing else "answers"
+    if state.paused:
+        doing = "paused"
     predictor = {None: "-", True: "up", False: "down"}[figures.predictor_up]
     if figures.predictor_up and figures.predictor_queue:
         predictor = f"{figures.predictor_queue} queued"
@@ -131,9 +141,14 @@ def _server_row(state: ServerState) -> list[Cell]:
     waiting = sum(tier.waiting for tier in figures.tiers)
     versions = "/".join(f"v{version}" for version in figures.policy_versions) or "-"
     return [
-        *(name, "paused" if state.paused else serves, str(running), str(waiting)),
-        *(_percent(figures.kv_use), _percent(figures.host_pool_use), predictor),
-        versions + (" + canary" if figures.canary else ""),
+        name,
+        doing,
+        str(running),
+        str(waiting),
+        _percent(figures.kv_use),
+        _percent(figures.host_pool_use),
+        predictor,
+        f"{versions} + canary" if figures.canary else versions,
     ]
 
 
@@ -141,9 +156,15 @@ def _tier_row(tier: TierFigures) -> list[Cell]:
     last = len(_LEVELS) - 1
     style = _LEVELS[last if tier.level is None else min(tier.level, last)]
     return [
-        *((tier.tier, style), "-" if tier.level is None else str(tier.level)),
-        *(str(tier.waiting), str(tier.running), "-" if tier.held is None else f"{tier.held:.1f}"),
-        *(_time(tier.longest_wait), str(tier.started), _time(tier.ttft_p50), _time(tier.ttft_p99)),
+        (tier.tier, style),
+        "-" if tier.level is None else str(tier.level),
+        str(tier.waiting),
+        str(tier.running),
+        "-" if tier.held is None else f"{tier.held:.1f}",
+        _time(tier.longest_wait),
+        str(tier.started),
+        _time(tier.ttft_p50),
+        _time(tier.ttft_p99),
     ]
 
 

@@ -25,14 +25,30 @@ _TIMES = {"queueing delay": "queueing_delay", "TTFT": "ttft", "E2E": "e2e"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the log or logs, the folder for the results and what to draw."""
     add = parser.add_argument
-    text = "the event log; rotated parts are read as well. `verify` takes several, and folders"
-    add("log", type=Path, nargs="+", metavar="[verify] FILE", help=text)
+    add(
+        "log",
+        type=Path,
+        nargs="+",
+        metavar="[verify] FILE",
+        help="the event log; rotated parts are read as well. `verify` takes several, and folders",
+    )
     add("--output", type=Path, metavar="DIR", help="folder for the results")
-    text = "requests in the Chrome trace (default: %(default)s); the table counts all requests"
-    add("--limit", type=positive, default=2000, metavar="N", help=text)
-    text = "draw only requests that arrived at least this long after the start of the log"
-    add("--since", type=float, default=0.0, metavar="SECONDS", help=text)
+    add(
+        "--limit",
+        type=positive,
+        default=2000,
+        metavar="N",
+        help="requests in the Chrome trace (default: %(default)s); the table counts all requests",
+    )
+    add(
+        "--since",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="draw only requests that arrived at least this long after the start of the log",
+    )
 
 
 @failing(OSError)
@@ -44,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
     if args.output is None or len(args.log) > 1:
         raise Failure("name one log and --output DIR, or `verify`", 2)
     (log,) = args.log
-    reader, drawn = LogReader(args.limit, args.since), []
+    reader = LogReader(args.limit, args.since)
+    drawn = []
     tiers: defaultdict[tuple[int, str], TierSummary] = defaultdict(TierSummary)
     for request in reader.requests(log):
         tiers[request.level, request.tier].add(request)
@@ -59,17 +76,19 @@ def run(args: argparse.Namespace) -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     drawn.sort(key=attrgetter("arrival"))
     spans = [span for request in drawn for span in request.spans]
-    written = [args.output / name for name in ("trace.json", "summary.json")]
-    written[0].write_text(json.dumps(chrome_trace(spans, reader.depths)), encoding="utf-8")
-    written[1].write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    trace = args.output / "trace.json"
+    trace.write_text(json.dumps(chrome_trace(spans, reader.depths)), encoding="utf-8")
+    table = args.output / "summary.json"
+    table.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     options = {"log": log, "limit": args.limit, "since": args.since}
-    written += save_page(trace_page(rows, spans, reader, options), args.output)
-    _print(rows, written, reader.unreadable, len(drawn))
+    pages = save_page(trace_page(rows, spans, reader, options), args.output)
+    _print(rows, [trace, table, *pages], reader.unreadable, len(drawn))
     return 0
 
 
 def _verify(paths: list[Path]) -> int:
-    whole, logs = True, logs_in(paths)
+    whole = True
+    logs = logs_in(paths)
     for log in logs:
         audit = Audit(log)
         for finding in audit.findings[:_MOST_FINDINGS]:
@@ -106,5 +125,6 @@ def _print(rows: list[dict[str, Any]], written: list[Path], unreadable: int, dra
 
 
 def _percentiles(row: dict[str, Any], name: str) -> str:
-    p50, p99 = row[f"{name}_p50"], row[f"{name}_p99"]
+    p50 = row[f"{name}_p50"]
+    p99 = row[f"{name}_p99"]
     return "-" if p50 is None else f"{p50:.3f} / {p99:.3f}"

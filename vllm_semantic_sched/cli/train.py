@@ -51,6 +51,7 @@ _TEST = "texts for the report (default: a tenth of the given ones, which is not 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare a subcommand for each part of the predictor."""
     # The module's text is laid out by hand.
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
@@ -65,13 +66,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = kind("all", _train_all, "the shipped model, from the data folder").add_argument
     add("--data", type=Path, help=_DATA)
     add("--scale", type=float, default=1.0, help="share of the texts per round; 0.01 tries it out")
-    text = (
-        "of a new network: 2, 3, 4, 6 or 12 (%(default)s); 12, all of the pretrained encoder's, "
-        "for a teacher"
+    add(
+        "--layers",
+        type=int,
+        default=6,
+        choices=(2, 3, 4, 6, 12),
+        metavar="N",
+        help=(
+            "of a new network: 2, 3, 4, 6 or 12 (%(default)s); 12, all of the pretrained "
+            "encoder's, for a teacher"
+        ),
     )
-    add("--layers", type=int, default=6, choices=(2, 3, 4, 6, 12), metavar="N", help=text)
-    text = "network that `semsched train all` wrote, to learn from beside the labels"
-    add("--teacher", type=Path, metavar="DIR", help=text)
+    add(
+        "--teacher",
+        type=Path,
+        metavar="DIR",
+        help="network that `semsched train all` wrote, to learn from beside the labels",
+    )
     _add_training_arguments(add, epochs=3, base="pretrained")
 
     add = kind("instant", _train_instant, "the instant reader of a model that exists").add_argument
@@ -81,9 +92,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add = kind("urgency", _train_urgency, "the levels, from labeled texts").add_argument
     add("--csv", type=Path, help="texts with levels: columns text,level")
-    text = "what the levels mean: a shipped domain or a YAML file; without --csv its own examples "
-    text += "are trained on (default: %(default)s)"
-    add("--domain", default="emergency", help=text)
+    add(
+        "--domain",
+        default="emergency",
+        help=(
+            "what the levels mean: a shipped domain or a YAML file; without --csv its own "
+            "examples are trained on (default: %(default)s)"
+        ),
+    )
     add("--examples", type=int, default=6000, help="texts made from a domain (%(default)s)")
     _add_training_arguments(add, epochs=8)
     add("--test", type=Path, metavar="CSV", help=_TEST)
@@ -102,9 +118,14 @@ def _add_length_arguments(parser: argparse.ArgumentParser) -> None:
     add("--served-model", help="--from-server: its name (default: the first)")
     add("--max-tokens", type=int, default=2048, help="--from-server: longest answer (%(default)s)")
     add("--concurrency", type=int, default=8, help="--from-server: prompts at once (%(default)s)")
-    text = "train the encoder and a deep head for --epochs: for many thousand texts; slow, and the "
-    text += "urgency head is only held in place by its own predictions on them"
-    add("--tune-encoder", action="store_true", help=text)
+    add(
+        "--tune-encoder",
+        action="store_true",
+        help=(
+            "train the encoder and a deep head for --epochs: for many thousand texts; slow, and "
+            "the urgency head is only held in place by its own predictions on them"
+        ),
+    )
     _add_training_arguments(add, epochs=4)
     add("--test", type=Path, metavar="CSV", help=_TEST)
 
@@ -119,14 +140,21 @@ def _add_model_arguments(add: Callable[..., object], base: str = "shipped") -> N
     add("--output", type=Path, required=True, help="folder for the trained model")
     add("--seed", type=int, default=1, help="of weights, texts and their order")
     add("--threads", type=int, default=1, help="threads that torch may use")
-    text = "model to start from: shipped, or a folder that `semsched train` wrote"
-    add("--base", default=base, help=f"{text} (default: %(default)s)")
+    add(
+        "--base",
+        default=base,
+        help=(
+            "model to start from: shipped, or a folder that `semsched train` wrote "
+            "(default: %(default)s)"
+        ),
+    )
 
 
 def _data_folder(args: argparse.Namespace) -> Path:
-    if root := args.data or data_root():
-        return Path(root)
-    raise FileNotFoundError("no data folder: pass --data DIR or set SEMSCHED_DATA")
+    root = args.data or data_root()
+    if not root:
+        raise FileNotFoundError("no data folder: pass --data DIR or set SEMSCHED_DATA")
+    return Path(root)
 
 
 def _train_instant(args: argparse.Namespace) -> None:
@@ -170,9 +198,12 @@ def _train_length(args: argparse.Namespace) -> None:
     after = report["kendall_tau"] or 0.0
     print(f"Kendall tau of {len(tuned.tests)} unseen prompts: {before:.3f} before, {after:.3f} now")
     if after < before:
-        for path in kept.iterdir() if kept else ():
-            path.replace(args.output / path.name)
-        left = f"{args.output} is as it was" if kept else f"do not serve {args.output}"
+        if kept is None:
+            left = f"do not serve {args.output}"
+        else:
+            for path in kept.iterdir():
+                path.replace(args.output / path.name)
+            left = f"{args.output} is as it was"
         figures = f"{after:.3f} after {before:.3f}"
         raise ValueError(f"the new lengths order unseen prompts worse: {figures}; {left}")
 
@@ -204,7 +235,8 @@ def _collected(args: argparse.Namespace) -> Path:
         max_tokens=args.max_tokens,
         concurrency=args.concurrency,
     )
-    if problems := collected.problems:
+    problems = collected.problems
+    if problems:
         print(f"{len(problems)} prompts failed, the first with {problems[0]}", file=sys.stderr)
     if collected.cut:
         print(f"{collected.cut} answers reached --max-tokens and count as so long", file=sys.stderr)
@@ -214,8 +246,14 @@ def _collected(args: argparse.Namespace) -> Path:
 def _options(args: argparse.Namespace) -> Options:
     from vllm_semantic_sched.lab.training.fit import Options
 
-    same = ("output", "base", "seed", "epochs", "minutes", "threads")
-    return Options(**{name: getattr(args, name) for name in same})
+    return Options(
+        output=args.output,
+        base=args.base,
+        seed=args.seed,
+        epochs=args.epochs,
+        minutes=args.minutes,
+        threads=args.threads,
+    )
 
 
 def _report(
@@ -230,7 +268,8 @@ def _report(
         print(f"{known} are trained on as well")
     decision = Decision()
     if args.kind == "urgency":
-        decision = load_policy(_print_thresholds(args.output, len(tuned.training))).decision
+        policy = _print_thresholds(args.output, len(tuned.training))
+        decision = load_policy(policy).decision
     measure = measure_of(str(args.output), tuned.training, decision, beside=beside)
     return report_on(read_labeled_set(args.output / TEST_FILE), measure, args.output / "report")
 

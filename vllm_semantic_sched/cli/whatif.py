@@ -20,12 +20,19 @@ _MOST_POLICIES = 5  # in a table of 100 columns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the log, the policies to try and the folder for the results."""
     add = parser.add_argument
     add("log", type=Path, metavar="FILE", help="the event log; rotated parts are read as well")
-    text = f"policy to try; can be repeated, {_MOST_POLICIES} in all"
-    add("--policy", action="append", required=True, metavar="NAME|FILE", help=text)
-    text = "folder for results.csv, results.json and a page"
-    add("--output", type=Path, metavar="DIR", help=text)
+    add(
+        "--policy",
+        action="append",
+        required=True,
+        metavar="NAME|FILE",
+        help=f"policy to try; can be repeated, {_MOST_POLICIES} in all",
+    )
+    add(
+        "--output", type=Path, metavar="DIR", help="folder for results.csv, results.json and a page"
+    )
 
 
 @simulating()
@@ -61,6 +68,7 @@ def _print_table(cells: Sequence[Cell], metric: str, title: str) -> None:
     columns = ("level", "requests", *(cell.scheduler for cell in cells))
     rows = []
     for level in runs.level_names(cells):
-        count, *_ = runs.metric_values(cells, level, "count")
-        rows.append([level, *map(number_text, (count, *runs.metric_values(cells, level, metric)))])
+        count = runs.metric_values(cells, level, "count")[0]
+        figures = [count, *runs.metric_values(cells, level, metric)]
+        rows.append([level, *map(number_text, figures)])
     print_table(f"{metric}: {metrics.METRICS[metric]}; {title}", columns, rows)

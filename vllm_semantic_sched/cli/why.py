@@ -17,17 +17,24 @@ _MOST_LINES = 16  # of a timeline
 
 def duration(text: str) -> float:
     """Seconds of a duration such as `90s`, `10m`, `2h` or `1d`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
-    if found is None:
+    matched = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    if matched is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a duration such as 90s, 10m, 2h, 1d")
-    return float(found[1]) * _UNITS[found[2]]
+    return float(matched[1]) * _UNITS[matched[2]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the request and the logs, or which requests to add up."""
     add = parser.add_argument
-    text = "the request's id, as the client got it, then event logs or folders of them; without an "
-    text += "id all requests are added up"
-    add("names", nargs="+", metavar="[REQUEST] EVENTS", help=text)
+    add(
+        "names",
+        nargs="+",
+        metavar="[REQUEST] EVENTS",
+        help=(
+            "the request's id, as the client got it, then event logs or folders of them; without "
+            "an id all requests are added up"
+        ),
+    )
     add("--level", type=int, metavar="LEVEL", help="add up the requests of this urgency level")
     add("--last", type=duration, metavar="TIME", help="only the end of the log: 90s, 10m, 2h, 1d")
 
@@ -44,7 +51,8 @@ def run(args: argparse.Namespace) -> None:
     try:
         if adds_up:
             return _print_summary(why.summarize(logs, args.level, args.last), args.level)
-        if (account := why.account_of(logs, request)) is not None:
+        account = why.account_of(logs, request)
+        if account is not None:
             return _print_account(account)
     except KeyError as error:
         raise Failure(f"a line of the log lacks the field {error}") from error
@@ -56,10 +64,11 @@ def _print_account(account: why.Account) -> None:
     print(textwrap.fill(why.sentence(account), _WIDTH))
     print()
     if len(events) > _MOST_LINES:
-        half, left_out = _MOST_LINES // 2, len(events) - _MOST_LINES
+        half = _MOST_LINES // 2
+        left_out = len(events) - _MOST_LINES
         events[half:-half] = [(events[half][0], f"... {left_out} more")]
-    for at, text in events:
-        print(f"{at:9.3f} s  {textwrap.shorten(text, _WIDTH - 13)}")
+    for second, text in events:
+        print(f"{second:9.3f} s  {textwrap.shorten(text, _WIDTH - 13)}")
     print(f"\npolicy {account.last.get('policy', 'unknown')}")
 
 

@@ -22,7 +22,7 @@ _MOST_STEP_TOKENS = 2048
 def given_options(options: Sequence[str]) -> dict[str, str]:
     """The values of options by name, with hyphens and in full; of several, the last. The command
     line counts before the YAML file; lists and mappings, and options with dots, are JSON."""
-    found = dict(_options_of_file(options))
+    values = dict(_options_of_file(options))
     parts: dict[str, dict[str, Any]] = {}
     for option, following in itertools.pairwise([*options, ""]):
         word, equals, value = option.partition("=")
@@ -31,22 +31,22 @@ def given_options(options: Sequence[str]) -> dict[str, str]:
         if path:
             _put(parts.setdefault(name, {}), path, value)
         else:
-            found[name] = value
+            values[name] = value
     # vLLM puts them behind all others.
-    return found | {name: json.dumps(part) for name, part in parts.items()}
+    return values | {name: json.dumps(part) for name, part in parts.items()}
 
 
 def take_option(options: list[str], name: str) -> str | None:
     """Remove an option from the command line; its value, also from the YAML file, where it stays.
     None if absent."""
     value = given_options(options).get(name)
-    at = 0
-    while at < len(options):
-        word, equals, _ = options[at].partition("=")
+    index = 0
+    while index < len(options):
+        word, equals, _ = options[index].partition("=")
         if _name_of(word)[0] == name:
-            del options[at : at + (1 if equals else 2)]
+            del options[index : index + (1 if equals else 2)]
         else:
-            at += 1
+            index += 1
     return value
 
 
@@ -88,11 +88,10 @@ def _put(mapping: dict[str, Any], path: str, text: str) -> None:
 
 def _options_of_file(options: Sequence[str]) -> Iterator[tuple[str, str]]:
     """The options of the YAML file, if there is one. vLLM says what is wrong with it."""
-    at = options.index("--config") + 1 if "--config" in options else len(options)
-    if at >= len(options):
+    if "--config" not in options[:-1]:
         return
     try:
-        config = yaml.safe_load(Path(options[at]).read_text())
+        config = yaml.safe_load(Path(options[options.index("--config") + 1]).read_text())
     except (OSError, ValueError, yaml.YAMLError):
         return
     if not isinstance(config, dict):
@@ -105,4 +104,5 @@ def _options_of_file(options: Sequence[str]) -> Iterator[tuple[str, str]]:
             else:
                 yield f"--no-{name[2:]}", ""
         else:
-            yield name, json.dumps(value) if isinstance(value, dict | list) else str(value)
+            text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+            yield name, text
