@@ -68,7 +68,8 @@ class Audit:
         if not self._closed:
             self._find("note", where, "no closing line: the server runs or was killed")
         if self._begun and not self.chain.key:
-            self._find("problem" if self._key else "note", where, _NOT_KEYED)
+            kind: Kind = "problem" if self._key else "note"
+            self._find(kind, where, _NOT_KEYED)
 
     def _read(self, where: str, text: str) -> None:
         self.lines += 1
@@ -101,7 +102,8 @@ class Audit:
 
     def _begin(self, where: str, event: dict[str, Any]) -> None:
         self._begun = True
-        about, previous = event.get("log"), str(event.get("previous", ""))
+        about = event.get("log")
+        previous = str(event.get("previous", ""))
         if about == "continued":
             self.chain.last = previous
             self._find("note", where, "older lines have expired or were removed")

@@ -108,7 +108,9 @@ def _message(error: urllib.error.HTTPError, prefix: str, path: str) -> str:
     text = error.read().decode(errors="replace")
     try:
         content = json.loads(text)["error"]
-        message = str(content["message"] if isinstance(content, dict) else content)
+        if isinstance(content, dict):
+            content = content["message"]
+        message = str(content)
     except (ValueError, KeyError):
         message = f"status {error.code}: {text[:300]}"
     if error.code == 404 and "not found" in message.lower() and prefix in _REQUIRED_OPTIONS:
@@ -123,18 +125,19 @@ def send_hangup(pid: int) -> list[int]:
     engines = []
     with contextlib.suppress(psutil.Error, ValueError):
         server = psutil.Process(pid)
-        engines = [one.pid for one in (server, *server.children(recursive=True)) if _is_engine(one)]
+        processes = (server, *server.children(recursive=True))
+        engines = [process.pid for process in processes if _is_engine(process)]
     if not engines:
         raise AdminError(f"process {pid} is neither a vLLM server nor an engine")
-    for process in engines:
-        if not _catches_hangup(process):
+    for engine in engines:
+        if not _catches_hangup(engine):
             raise AdminError(
-                f"SIGHUP would kill engine process {process}: it was started from a terminal, or "
+                f"SIGHUP would kill engine process {engine}: it was started from a terminal, or "
                 "runs another scheduler. Use --server, or start the server with nohup or as a "
                 "service."
             )
-    for process in engines:
-        os.kill(process, signal.SIGHUP)
+    for engine in engines:
+        os.kill(engine, signal.SIGHUP)
     return engines
 
 

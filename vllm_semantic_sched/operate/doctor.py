@@ -123,32 +123,35 @@ def check_packages() -> Iterator[Finding]:
         text = f"{python} is not supported, {wanted} is"
         yield Finding("fault", "Python", text, "make an environment with a supported Python")
     required = list(_requirements(_PACKAGE, _PACKAGE))
-    met = [f"{one.subject} {one.text}" for one in required if one.status == "ok"]
+    met = [f"{finding.subject} {finding.text}" for finding in required if finding.status == "ok"]
     if met:
         yield Finding("ok", "packages", ", ".join(met))
-    yield from (one for one in required if one.status != "ok")
+    yield from (finding for finding in required if finding.status != "ok")
 
 
 def check_vllm(imports: bool = True) -> Iterator[Finding]:
     """vLLM's version, its torch and, with `imports`, whether a server could import both."""
-    found = importlib.metadata.packages_distributions().get("vllm")
-    if not found:
+    distributions = importlib.metadata.packages_distributions().get("vllm")
+    if not distributions:
         text = "not installed in this environment"
         yield Finding("fault", "vLLM", text, "run this command in the server's environment")
         return
-    version = importlib.metadata.version(found[0])
+    version = importlib.metadata.version(distributions[0])
     try:
         check_vllm_version(version)
     except UnsupportedVersion as error:
         text, _, advice = str(error).partition(". ")
         yield Finding("fault", "vLLM", text, advice)
         return
-    required = _requirements(found[0], f"vLLM {version}")
-    yield from (one for one in required if one.subject == "torch" and one.status != "ok")
+    for finding in _requirements(distributions[0], f"vLLM {version}"):
+        if finding.subject == "torch" and finding.status != "ok":
+            yield finding
     text = f"{version}, torch {_installed('torch')}"
     if not imports:
         yield Finding("ok", "vLLM", text)
-    elif (problem := _import_problem()) is None:
+        return
+    problem = _import_problem()
+    if problem is None:
         yield Finding("ok", "vLLM", f"{text}; the scheduler can be imported")
     else:
         text = f"{version} is installed, but the scheduler cannot be imported: {problem}"
@@ -157,15 +160,20 @@ def check_vllm(imports: bool = True) -> Iterator[Finding]:
 
 def _requirements(package: str, name: str) -> Iterator[Finding]:
     """Each requirement of an installed package, called `name`, without its extras."""
-    for one in map(Requirement, importlib.metadata.requires(package) or ()):
-        if one.marker is not None and not one.marker.evaluate({"extra": ""}):
+    for requirement in map(Requirement, importlib.metadata.requires(package) or ()):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        version = _installed(one.name)
-        if version is not None and one.specifier.contains(version, prereleases=True):
-            yield Finding("ok", one.name, version)
+        version = _installed(requirement.name)
+        if version is not None and requirement.specifier.contains(version, prereleases=True):
+            yield Finding("ok", requirement.name, version)
         else:
-            text = f"{version or 'none'} is installed, {name} needs {one.specifier or 'it'}"
-            yield Finding("fault", one.name, text, f"pip install '{one.name}{one.specifier}'")
+            text = f"{version or 'none'} is installed, {name} needs {requirement.specifier or 'it'}"
+            yield Finding(
+                "fault",
+                requirement.name,
+                text,
+                f"pip install '{requirement.name}{requirement.specifier}'",
+            )
 
 
 def _installed(package: str) -> str | None:
@@ -192,6 +200,7 @@ def _import_problem() -> str | None:
 
 
 def check_profile(profile: EngineProfile) -> Iterator[Finding]:
+    """Doubts that a server would log about an engine profile."""
     doubts = profile.doubts(0)  # those that a server would log; the context length is not known
     for doubt in doubts:
         text, _, advice = doubt.partition(". ")
@@ -237,7 +246,8 @@ def check_predictor(policy: Policy, model: str | None) -> Finding:
 def check_connector(given: str | None, memory: bool) -> Iterator[Finding]:
     """The swap connector's options in vLLM's `--kv-transfer-config`, and, with `memory`, whether
     its host pool fits into free memory."""
-    subject, key = "KV connector", "kv_connector_extra_config"
+    subject = "KV connector"
+    key = "kv_connector_extra_config"
     if given is None:
         text = "none given; without one, the KV of preempted requests is computed again"
         yield Finding("ok", subject, text)
@@ -282,9 +292,9 @@ def available_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that this process can still take: of the machine, and of its control group."""
     available = int(psutil.virtual_memory().available)
     try:
-        limit, used, stat = (
-            (group / f"memory.{name}").read_text() for name in ("max", "current", "stat")
-        )
+        limit = (group / "memory.max").read_text()
+        used = (group / "memory.current").read_text()
+        stat = (group / "memory.stat").read_text()
     except OSError:
         return available
     if limit.strip() == "max":
@@ -303,7 +313,7 @@ def check_shared_memory() -> Finding:
     text = f"{free / _GIB:.1f} GiB free in /dev/shm"
     if free >= _SHARED_MEMORY:
         return Finding("ok", "shared memory", text)
-    text += "; vLLM with several worker processes needs 0.5 GiB"
+    text = f"{text}; vLLM with several worker processes needs 0.5 GiB"
     advice = "start the container with --ipc=host or --shm-size=2g"
     return Finding("warning", "shared memory", text, advice)
 
@@ -347,10 +357,9 @@ def check_server(client: AdminClient, wanted: str | None) -> Iterator[Finding]:
         yield _closed_endpoints(error)
         return
     yield Finding("ok", "middleware", f"the operator's endpoints answer; engines: {len(engines)}")
-    if running := ", ".join(
-        sorted({str(one["scheduler"]) for one in engines if "scheduler" in one})
-    ):
-        yield Finding("ok", "scheduler", running)
+    schedulers = {str(engine["scheduler"]) for engine in engines if "scheduler" in engine}
+    if schedulers:
+        yield Finding("ok", "scheduler", ", ".join(sorted(schedulers)))
     if all(engine.get("ready", True) for engine in engines):
         yield Finding("ok", "predictor", "up in every engine, or not needed")
     else:
@@ -369,7 +378,7 @@ def _closed_endpoints(error: AdminError) -> Finding:
     advice = "start it with `semsched serve`"
     if error.status == 404:
         text = "not loaded: no operator's endpoints, refused requests get status 500"
-        advice += ", or --middleware vllm_semantic_sched.Middleware"
+        advice = f"{advice}, or --middleware vllm_semantic_sched.Middleware"
         return Finding("warning", "middleware", text, advice)
     if error.status == 501:
         return Finding("fault", "scheduler", f"the server runs another one ({error})", advice)

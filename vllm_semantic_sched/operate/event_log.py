@@ -43,13 +43,15 @@ class LoggedRequest:
     def end_span(self, now: float, kind: str) -> None:
         """Close the span of the present seat. A request without a seat gets an empty span, which
         shows it in the chart."""
-        self.keep_span(now if self.seated is None else self.seated, now, kind)
+        start = now if self.seated is None else self.seated
+        self.keep_span(start, now, kind)
         self.seated = None
 
     def keep_span(self, start: float, end: float, kind: str) -> None:
+        """Add a span to those of a chart, unless the reader leaves this request out of it."""
         if self.keeps_spans:
-            same = self.request, self.level, self.arrival
-            self.spans.append(Span(*same, start, end, kind, self.engine))
+            span = Span(self.request, self.level, self.arrival, start, end, kind, self.engine)
+            self.spans.append(span)
 
 
 class LogReader:
@@ -91,10 +93,13 @@ class LogReader:
         """Apply one event; returns the request if it has ended."""
         if "log" in event:  # about the log itself or the engine
             return None
-        state, key = event["state"], (int(event["engine"]), str(event["request"]))
+        state = event["state"]
         if state not in _STATES:
             raise ValueError(state)
-        level, tier, time = int(event["level"]), str(event["tier"]), float(event["time"])
+        key = (int(event["engine"]), str(event["request"]))
+        level = int(event["level"])
+        tier = str(event["tier"])
+        time = float(event["time"])
         if self._start is None:
             self._start = time
         now = self._now = time - self._start
@@ -103,16 +108,12 @@ class LogReader:
         if request is None:
             if decides:
                 return None
-            keeps = self._kept < self._limit and now >= self._since
-            self._kept += keeps
-            self._unfinished_kept += keeps
-            request = LoggedRequest(key[1], key[0], level, tier, now, event["from"] is None, keeps)
-            self._requests[key] = request
-            if event["from"] == "running":
-                request.seated = now
+            request = self._requests[key] = self._begin(event, now)
         elif request.state in UNSEATED:
             self._waiting[request.tier] -= 1
-        request.level, request.tier, request.state = level, tier, state
+        request.level = level
+        request.tier = tier
+        request.state = state
         request.raised |= event.get("level_from") == "second_look"
         if event.get("first_token") is not None:
             request.first_token = float(event["first_token"]) - self._start
@@ -124,11 +125,30 @@ class LogReader:
             self._change_state(request, event, now)
         if state in UNSEATED:
             self._waiting[tier] += 1
-        if self._unfinished_kept and (
-            not self.depths or now - self.depths[-1][0] >= _DEPTH_INTERVAL
-        ):
-            self.depths.append((now, dict(self._waiting)))
+        self._keep_depths(now)
         return self._requests.pop(key) if state in END_STATES else None
+
+    def _begin(self, event: dict[str, Any], now: float) -> LoggedRequest:
+        """Follow the request of an event from now on."""
+        keeps_spans = self._kept < self._limit and now >= self._since
+        self._kept += keeps_spans
+        self._unfinished_kept += keeps_spans
+        return LoggedRequest(
+            request=str(event["request"]),
+            engine=int(event["engine"]),
+            level=int(event["level"]),
+            tier=str(event["tier"]),
+            arrival=now,
+            whole=event["from"] is None,
+            keeps_spans=keeps_spans,
+            seated=now if event["from"] == "running" else None,
+        )
+
+    def _keep_depths(self, now: float) -> None:
+        if not self._unfinished_kept:
+            return
+        if not self.depths or now - self.depths[-1][0] >= _DEPTH_INTERVAL:
+            self.depths.append((now, dict(self._waiting)))
 
     def _change_state(self, request: LoggedRequest, event: dict[str, Any], now: float) -> None:
         state = request.state
@@ -138,7 +158,8 @@ class LogReader:
                 request.first_seat = now
         elif state in END_STATES:
             request.end = now
-            request.end_span(now, "finish" if state == "completed" else state)
+            kind = "finish" if state == "completed" else state
+            request.end_span(now, kind)
             self._unfinished_kept -= request.keeps_spans
         elif request.seated is not None:
             kind = event.get("plan") or event.get("reason") or "recompute"
@@ -148,10 +169,10 @@ class LogReader:
 
 def logs_in(paths: Iterable[Path]) -> list[Path]:
     """Event logs among files and in folders, without their rotated parts."""
-    found: list[Path] = []
+    logs: list[Path] = []
     for path in paths:
-        found += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    return found
+        logs += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    return logs
 
 
 def key_of(log: Path) -> bytes:
@@ -194,7 +215,8 @@ class TierSummary:
     def __init__(self) -> None:
         self.states: Counter[str] = Counter()
         self.preemptions: Counter[str] = Counter()
-        self.held, self.raised = 0.0, 0
+        self.held = 0.0
+        self.raised = 0
         self.times = {name: array("d") for name in ("queueing_delay", "ttft", "e2e")}
 
     def add(self, request: LoggedRequest) -> None:

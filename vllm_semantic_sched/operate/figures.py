@@ -1,6 +1,5 @@
 """Figures of running servers for an operator, computed from their metrics pages."""
 
-import itertools
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,15 +69,16 @@ class Interval(NamedTuple):
 
     def total(self, name: str, *labels: str) -> defaultdict[tuple[str, ...], float]:
         """The sums of a metric by the values of some of its labels."""
-        sums = {key: sum(each) for key, each in self.now.by(name, *labels).items()}
-        return defaultdict(float, sums)
+        groups = self.now.by(name, *labels)
+        return defaultdict(float, {key: sum(values) for key, values in groups.items()})
 
     def increase(self, name: str, *labels: str) -> defaultdict[tuple[str, ...], float]:
         """The same of a counter, less what it was before."""
-        more = self.total(name, *labels)
-        for key, each in self.before.by(name, *labels).items() if self.before is not None else ():
-            more[key] -= sum(each)
-        return more
+        increases = self.total(name, *labels)
+        if self.before is not None:
+            for key, values in self.before.by(name, *labels).items():
+                increases[key] -= sum(values)
+        return increases
 
 
 def add_page(pages: deque[Page], page: Page) -> Interval:
@@ -95,6 +95,8 @@ def add_page(pages: deque[Page], page: Page) -> Interval:
 
 @dataclass(frozen=True)
 class TierFigures:
+    """A tier of one server, or of several together."""
+
     level: int | None  # None if the server does not say
     tier: str
     waiting: int  # requests without a seat
@@ -132,7 +134,8 @@ def compute(intervals: Sequence[Interval]) -> Figures:
         return [value for interval in intervals for value in interval.now.values(name)]
 
     def mean(name: str) -> float | None:
-        return fmean(each) if (each := values(name)) else None
+        reported = values(name)
+        return fmean(reported) if reported else None
 
     windows = [interval.seconds for interval in intervals if interval.seconds is not None]
     preemptions = Counter[str]()
@@ -157,14 +160,17 @@ def compute(intervals: Sequence[Interval]) -> Figures:
 
 def _tiers(intervals: Sequence[Interval]) -> Iterator[TierFigures]:
     """The tiers of all servers, most urgent first."""
-    having = defaultdict[tuple[float, str], list[Interval]](list)
+    servers = defaultdict[tuple[float, str], list[Interval]](list)  # that have the tier
     for interval in intervals:
-        levels = {tier: int(n) for tier, n in interval.now.by("tier_info", "tier", "level")}
-        for name in {*levels, *(tier for (tier,) in interval.now.by("waiting_requests", "tier"))}:
-            having[levels.get(name, math.inf), name].append(interval)
-    for (level, name), those in sorted(having.items()):
-        held, first_tokens = [], defaultdict[float, float](float)
-        for interval in those:
+        levels = {tier: int(level) for tier, level in interval.now.by("tier_info", "tier", "level")}
+        waiting = {tier for (tier,) in interval.now.by("waiting_requests", "tier")}
+        for name in levels.keys() | waiting:
+            servers[levels.get(name, math.inf), name].append(interval)
+    for (level, name), having in sorted(servers.items()):
+        held = []
+        first_tokens = defaultdict[float, float](float)
+        longest_wait = 0.0
+        for interval in having:
             if interval.seconds:
                 seconds = interval.increase("held_seconds_total", "tier")[name,]
                 held.append(seconds / interval.seconds)
@@ -172,18 +178,23 @@ def _tiers(intervals: Sequence[Interval]) -> Iterator[TierFigures]:
             for (tier, bound), count in buckets.items():
                 if tier == name:
                     first_tokens[float(bound)] += count
-        waits = (one.now.by("longest_wait_seconds", "tier").get((name,), ()) for one in those)
+            waits = interval.now.by("longest_wait_seconds", "tier").get((name,), ())
+            longest_wait = max([longest_wait, *waits])
         yield TierFigures(
             level=None if level == math.inf else int(level),
             tier=name,
-            waiting=sum(int(one.total("waiting_requests", "tier")[name,]) for one in those),
-            running=sum(int(one.total("running_requests", "tier")[name,]) for one in those),
+            waiting=_requests("waiting_requests", name, having),
+            running=_requests("running_requests", name, having),
             held=sum(held) if held else None,
-            longest_wait=max(itertools.chain(*waits), default=0.0),
+            longest_wait=longest_wait,
             started=int(max(first_tokens.values(), default=0)),
             ttft_p50=quantile(first_tokens, 0.5),
             ttft_p99=quantile(first_tokens, 0.99),
         )
+
+
+def _requests(metric: str, tier: str, servers: Sequence[Interval]) -> int:
+    return sum(int(interval.total(metric, "tier")[tier,]) for interval in servers)
 
 
 def quantile(buckets: Mapping[float, float], share: float) -> float | None:
@@ -194,12 +205,14 @@ def quantile(buckets: Mapping[float, float], share: float) -> float | None:
     if not rows or rows[-1][1] <= 0:
         return None
     wanted = share * rows[-1][1]
-    below, start = 0.0, 0.0
+    below = 0.0
+    start = 0.0
     for bound, count in rows:
         if count >= wanted and count > below:
             if math.isinf(bound):
                 break
             return start + (bound - start) * (wanted - below) / (count - below)
         if not math.isinf(bound):
-            below, start = count, bound
+            below = count
+            start = bound
     return start

@@ -82,5 +82,5 @@ class ServerWatch:
     def reload(self) -> str:
         """Make the server read its policy file again. See `pause`."""
         reports = self._client.post("/policy/reload")["engines"]
-        results = sorted({f"{one['result']}, version {one['version']}" for one in reports})
+        results = sorted({f"{report['result']}, version {report['version']}" for report in reports})
         return "policy " + "; ".join(results)

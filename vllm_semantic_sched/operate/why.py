@@ -43,10 +43,11 @@ class Delay(NamedTuple):
     """
 
     cause: str
-    level: int | None  # of the other request or requests; None: nobody's
-    other: str  # the other request, if it is one
-    detail: str  # what a preemption did with the KV, or what was short for an overtaken request
     seconds: float
+    level: int | None = None  # of what it waited for; None: not for other requests
+    blocker: str = ""  # the request that it waited for, if it is a single one
+    # What a preemption did with the KV, or what was short for an overtaken request.
+    detail: str = ""
 
 
 @dataclass(slots=True)
@@ -69,6 +70,7 @@ class Account:
 
     @property
     def last(self) -> Event:
+        """Its newest event, as the log has it."""
         return self.lines[-1]
 
 
@@ -81,15 +83,16 @@ class Waits:
 
     def follow(self, event: Event) -> tuple[list[Delay], tuple[float, float] | None]:
         """The delays that end with an event, and the times without a seat."""
-        other, level = str(event.get("for", "")), event.get("for_level")
         if "held" in event:
-            return [Delay("held", level, other, "", event["held"])], None
+            return [_blocked("held", event["held"], event)], None
         if "restored" in event:
             plan = self._preempted.get("plan", "recompute")
-            return [Delay("restoring", None, "", plan, event["restored"])], None
+            return [Delay("restoring", event["restored"], detail=plan)], None
         if event["from"] == event["state"]:
             return [], None
-        time, delays, window = float(event["time"]), [], None
+        time = float(event["time"])
+        delays: list[Delay] = []
+        window = None
         if event["from"] in UNSEATED:
             delays = self._parts(event, time)
             if self._since is not None:
@@ -100,22 +103,28 @@ class Waits:
         return delays, window
 
     def _parts(self, event: Event, time: float) -> list[Delay]:
-        parts = [(str(c), level, float(s)) for c, level, s in event.get("waited", ())]
-        known = sum(seconds for _, _, seconds in parts)
+        parts = event.get("waited", ())
+        known = sum(float(seconds) for _, _, seconds in parts)
         rest = 0.0 if self._since is None else time - self._since - known
-        unknown = [Delay("unknown", None, "", "", rest)] if abs(rest) > _UNSURE else []
-        if lost := self._preempted:
-            by, level = str(lost.get("for", "")), lost.get("for_level")
-            detail = f"{lost.get('reason', '')}, {lost.get('plan', '')}"
-            return [Delay("preempted", level, by, detail, known), *unknown]
-        own = int(event["level"])
-        causes = [
-            Delay("overtaken", level, "", cause, seconds)
-            if cause in _ROOM and level is not None and level < own
-            else Delay(cause, level, "", "", seconds)
-            for cause, level, seconds in parts
-        ]
+        unknown = [Delay("unknown", rest)] if abs(rest) > _UNSURE else []
+        preempted = self._preempted
+        if preempted:
+            detail = f"{preempted.get('reason', '')}, {preempted.get('plan', '')}"
+            return [_blocked("preempted", known, preempted, detail), *unknown]
+        own_level = int(event["level"])
+        causes = []
+        for cause, level, seconds in parts:
+            if cause in _ROOM and level is not None and level < own_level:
+                delay = Delay("overtaken", float(seconds), level, detail=cause)
+            else:
+                delay = Delay(str(cause), float(seconds), level)
+            causes.append(delay)
         return [*causes, *unknown]
+
+
+def _blocked(cause: str, seconds: float, event: Event, detail: str = "") -> Delay:
+    """A delay for the request that an event names."""
+    return Delay(cause, seconds, event.get("for_level"), str(event.get("for", "")), detail)
 
 
 def events_of(log: Path, wanted: str = "") -> Iterator[Event]:
@@ -128,16 +137,17 @@ def account_of(logs: Sequence[Path], request: str) -> Account | None:
     id as in the log, or as the client got it; hashed where the log has hashes."""
     for log in logs:
         names = [request]
-        if key := key_of(log):
+        key = key_of(log)
+        if key:
             names += [keyed_hash(key, request)[:16], hashed_id(key, request)]
         for name in names:
             account: Account | None = None
             waits = Waits()
             for event in events_of(log, name):
-                found = str(event["request"])
-                if account is None and (found == name or found.startswith(f"{name}-")):
-                    account = Account(found, int(event["engine"]))
-                if account is not None and found == account.request:
+                logged = str(event["request"])
+                if account is None and (logged == name or logged.startswith(f"{name}-")):
+                    account = Account(logged, int(event["engine"]))
+                if account is not None and logged == account.request:
                     account.lines.append(event)
                     delays, window = waits.follow(event)
                     account.delays += delays
@@ -148,12 +158,21 @@ def account_of(logs: Sequence[Path], request: str) -> Account | None:
     return None
 
 
+class _Seat(NamedTuple):
+    """That a request got one, at a Unix time."""
+
+    time: float
+    request: str
+    level: int
+
+
 def _find_served(log: Path, account: Account) -> None:
     if not account.windows:
         return
-    begin, end = account.windows[0][0], account.windows[-1][1]
+    begin = account.windows[0][0]
+    end = account.windows[-1][1]
     seats = [
-        (float(event["time"]), str(event["request"]), int(event["level"]))
+        _Seat(float(event["time"]), str(event["request"]), int(event["level"]))
         for event in events_of(log, '"state": "running"')
         if begin <= float(event["time"]) <= end
         and event["from"] in UNSEATED
@@ -161,10 +180,10 @@ def _find_served(log: Path, account: Account) -> None:
         and event["request"] != account.request
     ]
     for begin, end in account.windows:
-        inside = [seat for seat in seats if begin <= seat[0] < end]
-        ends = [*(time for time, _, _ in inside[1:]), end]
-        for (time, request, level), until in zip(inside, ends, strict=False):
-            account.served[request, level] += until - time  # type: ignore[assignment]
+        inside = [seat for seat in seats if begin <= seat.time < end]
+        ends = [*(seat.time for seat in inside[1:]), end]
+        for seat, until in zip(inside, ends, strict=False):
+            account.served[seat.request, seat.level] += until - seat.time  # type: ignore[assignment]
 
 
 # Words
@@ -184,7 +203,7 @@ def grouped(delays: Iterable[Delay]) -> list[tuple[str, float]]:
     seconds = Counter[tuple[str, str, str]]()
     levels = defaultdict[tuple[str, str, str], set[int]](set)
     for delay in delays:
-        key = (delay.cause, delay.other, delay.detail)
+        key = (delay.cause, delay.blocker, delay.detail)
         seconds[key] += delay.seconds  # type: ignore[assignment]
         levels[key] |= set() if delay.level is None else {delay.level}
     return [
@@ -194,17 +213,20 @@ def grouped(delays: Iterable[Delay]) -> list[tuple[str, float]]:
     ]
 
 
-def _phrase(cause: str, other: str, detail: str, levels: set[int]) -> str:
+def _phrase(cause: str, blocker: str, detail: str, levels: set[int]) -> str:
     whom = _levels(levels)
     if cause == "overtaken":
+        by = f" by {whom}" if whom else ""
         short = "" if detail == "seat" else f" ({_PHRASES[detail]})"
-        return f"overtaken{f' by {whom}' if whom else ''}{short}"
+        return f"overtaken{by}{short}"
     if cause == "held":
-        return f"held for {other or 'a protected request'}{f' ({whom})' if whom else ''}"
+        of_level = f" ({whom})" if whom else ""
+        return f"held for {blocker or 'a protected request'}{of_level}"
     if cause == "preempted":
         reason, _, plan = detail.partition(", ")
-        for_whom = f"for {other} ({whom})" if other else f"({reason})"
-        return f"preempted {for_whom}" + (f", KV {_KV_WORDS.get(plan, plan)}" if plan else "")
+        for_whom = f"for {blocker} ({whom})" if blocker else f"({reason})"
+        kv = f", KV {_KV_WORDS.get(plan, plan)}" if plan else ""
+        return f"preempted {for_whom}{kv}"
     if cause == "restoring":
         return "loading its KV" if detail in ON_HOST else "computing its KV again"
     return _PHRASES.get(cause, cause)
@@ -216,19 +238,22 @@ _KV_WORDS = {"swap": "on the host", "partial": "partly on the host", "recompute"
 def _levels(levels: set[int]) -> str:
     if not levels:
         return ""
-    low, high = min(levels), max(levels)
+    low = min(levels)
+    high = max(levels)
     return f"level {low}" if low == high else f"level {low}-{high}"
 
 
 def _who_was_served(account: Account) -> str:
     if not account.served:
         return ""
-    (((longest, level), seconds),) = account.served.most_common(1)
+    [(longest, seconds)] = account.served.most_common(1)
+    request, level = longest
     levels = _levels({level for _, level in account.served})
-    count = f"{len(account.served)} request{'s' * (len(account.served) > 1)}"
+    count = len(account.served)
+    requests = "1 request" if count == 1 else f"{count} requests"
     return (
-        f". Meanwhile seats went to {count} of {levels}; after {longest} (level {level}) it took "
-        f"longest until the next one, {seconds:.1f} s"
+        f". Meanwhile seats went to {requests} of {levels}; after {request} (level {level}) it "
+        f"took longest until the next one, {seconds:.1f} s"
     )
 
 
@@ -240,11 +265,13 @@ def timeline(account: Account) -> list[tuple[float, str]]:
 
 def _words(event: Event) -> str:
     whom = f" for {event['for']} (level {event['for_level']})" if "for" in event else ""
-    rule, reason = _rule(event), event.get("reason", "")
+    rule = _rule(event)
+    reason = event.get("reason", "")
     if event["from"] is None:
         return f"arrived, level {event['level']}{rule}"
     if reason == "read":
-        before, level = event["level_before"], event["level"]
+        before = event["level_before"]
+        level = event["level"]
         change = f"level {level}" if before == level else f"level {before} became {level}"
         return f"read: {change}{rule}"
     if "held" in event:
@@ -256,17 +283,21 @@ def _words(event: Event) -> str:
     if event["state"] in END_STATES:
         return f"{event['state']} ({reason}){whom}, {event['output_tokens']} tokens"
     if event["from"] == "running":
-        kv = _KV_WORDS.get(event.get("plan", ""), "")
-        return f"preempted ({reason}){whom}{f', KV {kv}' if kv else ''}"
+        place = _KV_WORDS.get(event.get("plan", ""), "")
+        kv = f", KV {place}" if place else ""
+        return f"preempted ({reason}){whom}{kv}"
     return f"lost the host copy of its KV ({reason})"
 
 
 def _rule(event: Event) -> str:
     if "rule" not in event:
         return ""
+    rule = event["rule"].replace("_", " ")
     shares = " ".join(f"{share:.2f}" for share in event.get("urgency", ()))
+    if not shares:
+        return f" by {rule}"
     model = f"; model {event['model']}" if "model" in event else ""
-    return f" by {event['rule'].replace('_', ' ')}{f' (P = {shares}{model})' if shares else ''}"
+    return f" by {rule} (P = {shares}{model})"
 
 
 # Many requests
@@ -291,7 +322,8 @@ def summarize(logs: Sequence[Path], level: int | None, last: float | None) -> Su
         since = 0.0 if last is None else _end_of(log) - last
         following: dict[tuple[int, str], Waits] = {}
         for event in events_of(log):
-            key = (int(event["engine"]), str(event["request"]))
+            request = str(event["request"])
+            key = (int(event["engine"]), request)
             delays, _ = following.setdefault(key, Waits()).follow(event)
             if event["state"] in END_STATES:
                 del following[key]
@@ -301,14 +333,15 @@ def summarize(logs: Sequence[Path], level: int | None, last: float | None) -> Su
             for text, seconds in grouped(map(_alone, delays)):
                 summary.seconds[text] += seconds  # type: ignore[assignment]
                 summary.counts[text] += 1
-                summary.longest[text] = max(summary.longest.get(text, (0.0, "")), (seconds, key[1]))
+                longest = summary.longest.get(text, (0.0, ""))
+                summary.longest[text] = max(longest, (seconds, request))
     return summary
 
 
 def _alone(delay: Delay) -> Delay:
     """A delay without the other requests."""
     detail = delay.detail.partition(", ")[0] if delay.cause == "preempted" else delay.detail
-    return delay._replace(level=None, other="", detail=detail)
+    return Delay(delay.cause, delay.seconds, detail=detail)
 
 
 def _end_of(log: Path) -> float:

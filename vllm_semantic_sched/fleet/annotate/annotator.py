@@ -22,6 +22,8 @@ _LARGEST_BODY = 2**18  # bytes; aiohttp answers larger ones with 413
 
 
 class Annotation(NamedTuple):
+    """The level and the length of a request."""
+
     level: int  # of its hint, else of the reading, else the default one
     tokens: float  # expected output
     reading: Prediction | None  # the instant reader's, provisional; None without a text
@@ -64,7 +66,8 @@ class Annotator:
 
     def _tokens(self, request: dict[str, Any], reading: Prediction | None) -> float:
         given = (request.get("max_completion_tokens"), request.get("max_tokens"))
-        limit = min((one for one in given if type(one) is int and one > 0), default=sys.maxsize)
+        limits = [number for number in given if type(number) is int and number > 0]
+        limit = min(limits, default=sys.maxsize)
         length = self.policy.length
         if self._instant is None or reading is None or reading.length is None:
             return float(min(length.default_tokens, limit))
@@ -73,14 +76,14 @@ class Annotator:
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The annotation as plain values, with the fields for each gateway."""
-        found = self.annotate(request)
-        reading = found.reading
+        annotation = self.annotate(request)
+        reading = annotation.reading
         return {
-            "level": found.level,
-            "tokens": round(found.tokens, 1),
+            "level": annotation.level,
+            "tokens": round(annotation.tokens, 1),
             "provisional": reading and {"urgency": reading.urgency, "length": reading.length},
             "gateways": {
-                name: fields(self.policy, found.level, found.tokens)._asdict()
+                name: fields(self.policy, annotation.level, annotation.tokens)._asdict()
                 for name, fields in GATEWAYS.items()
             },
         }

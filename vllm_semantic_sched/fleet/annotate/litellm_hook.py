@@ -36,7 +36,7 @@ class UrgencyHook(CustomLogger):
         given = data.get("vllm_xargs") or {}
         if data.get("model") not in self._models or "urgency" in given:
             return
-        found = self._annotator.annotate(data)
-        if found.reading is not None:
-            fields = litellm_fields(self._annotator.policy, found.level, found.tokens)
+        annotation = self._annotator.annotate(data)
+        if annotation.reading is not None:
+            fields = litellm_fields(self._annotator.policy, annotation.level, annotation.tokens)
             data["vllm_xargs"] = {**given, **fields.body["vllm_xargs"]}

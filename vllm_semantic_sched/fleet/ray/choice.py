@@ -60,7 +60,8 @@ class ReplicaChoice:
         if stats.keys() != self._index.keys():
             self._set_replicas(list(stats))
         for replica, given in stats.items():
-            load, known = (given or {}).get(STATS_KEY), self._loads.get(replica)
+            load = (given or {}).get(STATS_KEY)
+            known = self._loads.get(replica)
             if load is not None and (known is None or known[0] != load):
                 by_level = tuple(load["by_level"] or ())
                 levels = by_level if len(by_level) == self._levels else None
@@ -69,8 +70,9 @@ class ReplicaChoice:
                 self._placement.report(self._index[replica], report)
 
     def forget(self, replica: Replica) -> None:
+        """Drop a replica that has gone, with its requests; no-op if it is unknown."""
         if replica in self._index:
-            self._set_replicas([one for one in self._index if one != replica])
+            self._set_replicas([known for known in self._index if known != replica])
 
     def choose(self, request: str, level: int) -> Replica | None:
         """Choose a replica and count the request there; None without replicas. A request that was
@@ -123,11 +125,15 @@ class ReplicaChoice:
     def _set_replicas(self, replicas: list[Replica]) -> None:
         self._index = {replica: index for index, replica in enumerate(replicas)}
         self._placement = Placement(max(1, len(replicas)), self._levels)
-        self._loads = {one: load for one, load in self._loads.items() if one in self._index}
-        before, self._requests = self._requests, {}
+        self._loads = {
+            replica: load for replica, load in self._loads.items() if replica in self._index
+        }
+        before = self._requests
+        self._requests = {}
         for request, entries in before.items():
             for entry in entries:
-                if (index := self._index.get(entry.replica)) is not None:
+                index = self._index.get(entry.replica)
+                if index is not None:
                     entry.placed = self._placement.count(index, entry.placed.level)
                     self._requests.setdefault(request, []).append(entry)
         for replica, (_, report) in self._loads.items():

@@ -19,9 +19,11 @@ class UrgencyIngress(OpenAiIngress):
     where Ray's own ingress gives the status alone."""
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
+        """Called by FastAPI for `/v1/chat/completions`."""
         return await _refused_or(super().chat(body, request))
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
+        """Called by FastAPI for `/v1/completions`."""
         return await _refused_or(super().completions(body, request))
 
 

@@ -51,14 +51,15 @@ class UrgencyRouter(RequestRouter):
         except Exception:
             self._report("choosing a replica")
             return [candidate_replicas]
-        first = [one for one in candidate_replicas if one.replica_id == chosen]
-        return [first, [one for one in candidate_replicas if one.replica_id != chosen]]
+        first = [replica for replica in candidate_replicas if replica.replica_id == chosen]
+        others = [replica for replica in candidate_replicas if replica.replica_id != chosen]
+        return [first, others]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called by Ray when a replica comes, goes or reports another load."""
         super().update_replicas(replicas)
         try:
-            self._choice.update({one.replica_id: one.routing_stats for one in replicas})
+            self._choice.update({replica.replica_id: replica.routing_stats for replica in replicas})
             if self._file is not None and self._file.has_changed():
                 self._reload(self._file)
         except Exception:

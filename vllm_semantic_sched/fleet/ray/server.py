@@ -37,6 +37,7 @@ class UrgencyServer(LLMServer):
     of a change of its file."""
 
     async def start(self) -> None:
+        """Called by Ray: start the engine, then watch its policy file."""
         SemanticStatLogger.through_ray = True
         await super().start()
         self._application = SimpleNamespace(state=self.engine._app_state)
@@ -46,9 +47,11 @@ class UrgencyServer(LLMServer):
         self._reloading = asyncio.create_task(self._reload_on_change())
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> Parts:
+        """Called by Ray: the answer to `/v1/chat/completions`, in parts."""
         return await self._answer(super().chat, request, raw_request_info)
 
     async def completions(self, request: Any, raw_request_info: Any = None) -> Parts:
+        """Called by Ray: the answer to `/v1/completions`, in parts."""
         return await self._answer(super().completions, request, raw_request_info)
 
     async def record_routing_stats(self) -> dict[str, Any]:
@@ -87,8 +90,9 @@ class UrgencyServer(LLMServer):
 def _error(refusal: Refusal) -> ErrorResponse:
     # Ray passes an error on as message, type and status. The type carries the whole refusal, so
     # that the ingress can answer with its code and Retry-After.
-    message, code = refusal.message, refusal.code.status
-    return ErrorResponse(error=ErrorInfo(message=message, type=refusal.to_text(), code=code))
+    return ErrorResponse(
+        error=ErrorInfo(message=refusal.message, type=refusal.to_text(), code=refusal.code.status)
+    )
 
 
 async def with_refusals(parts: Parts, refusals: list[Refusal]) -> Parts:
