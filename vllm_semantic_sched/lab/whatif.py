@@ -30,8 +30,10 @@ from vllm_semantic_sched.sim.sections import Settings
 from vllm_semantic_sched.sim.simulation import Given, simulate
 from vllm_semantic_sched.sim.workload import Workload, WorkloadError
 
-MEASURED, SAME = "measured", "simulated"
-"""Names of the cells of the recorded policy: as measured, and as simulated."""
+MEASURED = "measured"
+"""Name of the cell with what was measured under the recorded policy."""
+SAME = "simulated"
+"""Name of the cell with the simulation under the recorded policy."""
 METRICS = ("ttft_p99", "e2e_mean")
 """The metrics that are shown by level."""
 LARGEST_ERROR = 0.15
@@ -93,11 +95,13 @@ def read_log(path: Path) -> dict[int, EngineLog]:
                 _end(engines[key[0]], arrivals.pop(key, None), event)
     for number, _ in arrivals:
         engines[number].skipped["unfinished"] += 1
-    usable = {number: one for number, one in engines.items() if one.facts and one.requests}
+    usable = {
+        number: engine for number, engine in engines.items() if engine.facts and engine.requests
+    }
     if not usable:
         raise UnusableLog(f"{path}: no finished requests with a line about their engine")
     for engine in usable.values():
-        engine.requests.sort(key=lambda one: one.request.arrival)
+        engine.requests.sort(key=lambda recorded: recorded.request.arrival)
     return usable
 
 
@@ -138,8 +142,13 @@ def _recorded(arrival: dict[str, Any], end: dict[str, Any]) -> Recorded:
         shortest=int(end.get("min_tokens", 0)),
         blocks=hashes,
     )
-    times = float(end["first_token"]), float(end["time"])
-    return Recorded(request, *times, prediction, end.get("read_after"))
+    return Recorded(
+        request,
+        first_token=float(end["first_token"]),
+        end=float(end["time"]),
+        prediction=prediction,
+        read_after=end.get("read_after"),
+    )
 
 
 @dataclass(frozen=True)
@@ -158,16 +167,21 @@ def replay(log: EngineLog, policies: dict[str, Policy]) -> WhatIf:
     profile, fitted = _profile(log)
     recorded = _scenario(log, SAME, log.policy, profile)
     runs = simulate(recorded, SAME, given=_given(log, log.policy)).runs
-    simulated, measured = (Recorder(recorded.slos(SAME)) for _ in range(2))
+    simulated = Recorder(recorded.slos(SAME))
+    measured = Recorder(recorded.slos(SAME))
     for run, real in zip(runs, log.requests, strict=True):
         simulated.add(run)
         shift = run.request.arrival - real.request.arrival
         run.refused = ""
-        run.started = run.started if run.started is not None else run.request.arrival
-        run.first_token, run.finish = real.first_token + shift, real.end + shift
+        if run.started is None:
+            run.started = run.request.arrival
+        run.first_token = real.first_token + shift
+        run.finish = real.end + shift
         measured.add(run)
-    recorders = {MEASURED: measured, SAME: simulated}
-    cells = [Cell(one.levels(), [], (), {}, name) for name, one in recorders.items()]
+    cells = [
+        Cell(recorder.levels(), depth=[], spans=(), point={}, scheduler=name)
+        for name, recorder in ((MEASURED, measured), (SAME, simulated))
+    ]
     verdicts = []
     for name, policy in policies.items():
         task = Task(_scenario(log, name, policy, profile), name, 0, _given(log, policy))
@@ -198,7 +212,7 @@ def _profile(log: EngineLog) -> tuple[EngineProfile, bool]:
 
 def _scenario(log: EngineLog, name: str, policy: Policy, profile: EngineProfile) -> Scenario:
     names = ("seats", "asynchronous", "token_budget", "block_size", "kv_blocks", "prefix_caching")
-    delays = [one.read_after for one in log.requests if one.read_after is not None] or [0.0]
+    delays = [real.read_after for real in log.requests if real.read_after is not None] or [0.0]
     content = {
         "description": "",
         "workload": {"arrivals": "poisson", "requests": len(log.requests)},
@@ -214,19 +228,34 @@ def _scenario(log: EngineLog, name: str, policy: Policy, profile: EngineProfile)
 
 def _given(log: EngineLog, policy: Policy) -> Given:
     """The requests and predictions of a log, for a policy with another number of levels, too."""
-    start, last = log.requests[0].request.arrival, policy.levels - 1
+    start = log.requests[0].request.arrival
     buckets = stored_buckets(policy.predictor.model) or LengthBuckets((), (1.0,))
-    requests, predictions = [], []
-    for index, one in enumerate(log.requests):
-        arrival, level = one.request.arrival - start, min(one.request.level, last)
-        requests.append(replace(one.request, index=index, arrival=arrival, level=level))
-        read = one.prediction
-        if read is not None and read.length and len(read.length) != len(buckets.means):
-            read = Prediction(read.urgency)  # the lengths are of another model
-        predictions.append(read)
-    rows = [(r.arrival, r.level, r.prompt_tokens, r.output_tokens) for r in requests]
-    arrivals, levels, prompts, outputs = map(np.array, zip(*rows, strict=True))
-    workload = Workload(arrivals, levels, prompts, outputs, recorded=requests)
+    requests = []
+    predictions = []
+    for index, real in enumerate(log.requests):
+        requests.append(
+            replace(
+                real.request,
+                index=index,
+                arrival=real.request.arrival - start,
+                level=min(real.request.level, policy.levels - 1),
+            )
+        )
+        prediction = real.prediction
+        if (
+            prediction is not None
+            and prediction.length
+            and len(prediction.length) != len(buckets.means)
+        ):
+            prediction = Prediction(prediction.urgency)  # the lengths are of another model
+        predictions.append(prediction)
+    workload = Workload(
+        arrivals=np.array([request.arrival for request in requests]),
+        levels=np.array([request.level for request in requests]),
+        prompts=np.array([request.prompt_tokens for request in requests]),
+        outputs=np.array([request.output_tokens for request in requests]),
+        recorded=requests,
+    )
     return workload, Predictions(predictions, buckets)
 
 
@@ -234,17 +263,7 @@ def _doubts(
     log: EngineLog, policies: dict[str, Policy], fitted: bool, cells: Sequence[Cell]
 ) -> Iterator[str]:
     """What the figures do not say, most important first."""
-    found = errors(cells)
-    if found:
-        worst = max(found, key=lambda key: abs(found[key]))
-        middle = statistics.median(map(abs, found.values()))
-        yield (
-            "Check: simulated under its own policy, the recorded load differs from the measured "
-            f"one by {middle:.0%} in the median, at most {abs(found[worst]):.0%} "
-            f"(level {worst[0]}, {worst[1]})."
-        )
-        if middle > LARGEST_ERROR:
-            yield f"That is more than {LARGEST_ERROR:.0%}: the results below are unreliable."
+    yield from _check(errors(cells))
     yield (
         "Compared with vLLM on an emulated GPU, predictions for other policies were off by at most "
         "3 % for mean latency, and by at most a third for p99 TTFT "
@@ -253,20 +272,22 @@ def _doubts(
     if not fitted:
         yield "The log has too few timed steps: step times are those of the server's profile."
     rows = cells[0].levels.items()
-    if few := [level for level, row in rows if level != ALL and row["count"] < _ENOUGH]:
+    few = [level for level, row in rows if level != ALL and row["count"] < _ENOUGH]
+    if few:
         yield f"Fewer than {_ENOUGH} requests: level {', '.join(few)}; p99 is the slowest of them."
     if log.skipped:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(log.skipped.items()))
         yield f"Requests left out: {reasons}."
-    if unread := sum(one.prediction is None and one.request.hint is None for one in log.requests):
+    unread = sum(real.prediction is None and real.request.hint is None for real in log.requests)
+    if unread:
         yield f"{unread} requests have neither hint nor prediction: they run at the default level."
-    levels = max(one.request.level for one in log.requests)
+    last_level = max(real.request.level for real in log.requests)
     for name, policy in policies.items():
-        if policy.levels <= levels:
+        if policy.levels <= last_level:
             yield f"{name} has {policy.levels} levels: less urgent requests count at its last one."
         if policy.predictor.model is not None:
             yield f"{name} reads with another model; the predictions are those of the log."
-    if log.facts.get("prefix_caching") and not any(one.request.blocks for one in log.requests):
+    if log.facts.get("prefix_caching") and not any(real.request.blocks for real in log.requests):
         yield "The log has no hashes of KV blocks: the prefix cache is not simulated."
     yield (
         "Arrivals and answers are those of the log: clients that would send more, less or give up "
@@ -274,19 +295,39 @@ def _doubts(
     )
 
 
+def _check(relative_errors: dict[tuple[str, str], float]) -> Iterator[str]:
+    """How well the recorded policy is simulated; nothing without a level to compare."""
+    if not relative_errors:
+        return
+    level, metric = max(relative_errors, key=lambda key: abs(relative_errors[key]))
+    largest = abs(relative_errors[level, metric])
+    median = statistics.median(map(abs, relative_errors.values()))
+    yield (
+        "Check: simulated under its own policy, the recorded load differs from the measured "
+        f"one by {median:.0%} in the median, at most {largest:.0%} (level {level}, {metric})."
+    )
+    if median > LARGEST_ERROR:
+        yield f"That is more than {LARGEST_ERROR:.0%}: the results below are unreliable."
+
+
 def _verdict(measured: Cell, cell: Cell, slos: Sequence[Slo]) -> str:
     """One sentence about a policy: the most and the least urgent level, and promises."""
     both = [level for level in cell.levels if level != ALL and level in measured.levels]
     if not both:
         return f"{cell.scheduler}: no level in common with the log."
-    first, last = both[0], both[-1]
-    now, then = measured.levels[first]["ttft_p99"], cell.levels[first]["ttft_p99"]
+    first = both[0]
+    last = both[-1]
+    now = measured.levels[first]["ttft_p99"]
+    then = cell.levels[first]["ttft_p99"]
     text = f"{cell.scheduler}: level {first} p99 TTFT would be {then:.3g} s instead of {now:.3g}"
     if last != first:
         ratio = cell.levels[last]["e2e_mean"] / measured.levels[last]["e2e_mean"]
         text += f", level {last} would take {ratio:.2g} times as long"
     promised = [level for level in cell.levels if level != ALL and targets(slos[int(level)])]
     kept = {level: cell.levels[level]["slo_met"] * 100 for level in promised}
-    if broken := [level for level in promised if kept[level] < slos[int(level)].percentile]:
+    broken = [level for level in promised if kept[level] < slos[int(level)].percentile]
+    if broken:
         return f"{text}; the promise to level {', '.join(broken)} would be broken."
-    return f"{text}; {'no promise would be broken' if promised else 'nothing is promised'}."
+    if promised:
+        return f"{text}; no promise would be broken."
+    return f"{text}; nothing is promised."

@@ -22,6 +22,8 @@ try:
 except ImportError:  # a vLLM whose second runner takes no processors of others
 
     class SecondInterface:  # type: ignore[no-redef]
+        """Stands in for the interface, which nothing calls then."""
+
         pass
 
 
@@ -42,7 +44,9 @@ class AnswerLength(LogitsProcessor, SecondInterface):  # type: ignore[misc]
 
     def __new__(cls, vllm_config: VllmConfig, *given: Any) -> Any:
         # The first runner gives a device and whether memory is pinned, the second its state.
-        return (OfFirstRunner if len(given) == 2 else OfSecondRunner)(*given)
+        if len(given) == 2:
+            return OfFirstRunner(*given)
+        return OfSecondRunner(*given)
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -65,7 +69,8 @@ class OfFirstRunner(LogitsProcessor):
         self._forbidden = self._forced = self._places([])
 
     def is_argmax_invariant(self) -> bool:
-        return False  # it decides whether the end token is sampled
+        """False: it decides whether the end token is sampled."""
+        return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follow the batch, and find the rows that sample their last token in this step."""
@@ -129,7 +134,8 @@ class OfSecondRunner(SecondInterface):
     def apply(self, logits: torch.Tensor, context: Any) -> torch.Tensor:
         """Change the end tokens' logits in place; `logits` is [rows, vocabulary]."""
         slots = context.expanded_idx_mapping.long()
-        length, ends = self._by_slot[slots, :1], self._by_slot[slots, 1:]
+        length = self._by_slot[slots, :1]
+        ends = self._by_slot[slots, 1:]
         prompt = self._states.prompt_len.gpu[slots].long()
         number = (context.pos.long() + 2 - prompt)[:, None]  # of the token to sample, from 1
         wanted = length > 0

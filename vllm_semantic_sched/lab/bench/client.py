@@ -27,6 +27,7 @@ class Progress:
     shown: bool = False
 
     def message(self, text: str) -> None:
+        """Print a line, if messages are shown."""
         if self.shown:
             print(text, flush=True)
 
@@ -123,6 +124,7 @@ class LoadClient:
         return asyncio.run(self._send_open_loop(requests, label, stop_after))
 
     def send_together(self, requests: Sequence[BenchRequest], label: str = "") -> list[Record]:
+        """Send all requests at once and wait for all answers."""
         return self.send([replace(request, arrival=0.0) for request in requests], label)
 
     def send_one_by_one(self, requests: Sequence[BenchRequest], label: str = "") -> list[Record]:
@@ -170,8 +172,10 @@ class LoadClient:
                 await self._send(record, request, start)
                 advance()
 
-            pairs = zip(records, requests, strict=True)
-            tasks = [asyncio.create_task(send_at(*pair)) for pair in pairs]
+            tasks = [
+                asyncio.create_task(send_at(record, request))
+                for record, request in zip(records, requests, strict=True)
+            ]
             _, given_up = await asyncio.wait(tasks, timeout=stop_after)
             for task in given_up:
                 task.cancel()
@@ -183,8 +187,10 @@ class LoadClient:
 
     async def _send(self, record: Record, request: BenchRequest, start: float) -> None:
         record.sent = time.perf_counter() - start
-        url = f"{self.url}/v1/{'chat/completions' if self.natural else 'completions'}"
-        body, limit = self.request_body(request), aiohttp.ClientTimeout(total=_REQUEST_SECONDS)
+        path = "chat/completions" if self.natural else "completions"
+        url = f"{self.url}/v1/{path}"
+        body = self.request_body(request)
+        limit = aiohttp.ClientTimeout(total=_REQUEST_SECONDS)
         try:
             # A new connection each: the server may close a kept one just when it is used again.
             async with aiohttp.request(
@@ -218,7 +224,8 @@ class LoadClient:
             if choice.get("finish_reason"):
                 record.finish_reason = choice["finish_reason"]
                 record.finish = time.perf_counter() - start
-        if usage := message.get("usage"):
+        usage = message.get("usage")
+        if usage:
             record.prompt_tokens = usage["prompt_tokens"]
             record.output_tokens = usage["completion_tokens"]
         queue_ms = (message.get("metrics") or {}).get("queue_time_ms")
@@ -226,17 +233,25 @@ class LoadClient:
             record.engine_queue_seconds = queue_ms / 1000
 
     def _new_record(self, request: BenchRequest) -> Record:
-        wanted = 0 if self.natural else request.output_tokens
-        text_hash = hashlib.sha256(request.prompt.encode()).hexdigest()[:12]
-        known = (request.index, request.level, text_hash, wanted)
-        return Record(*known, request.arrival, request.tenant)
+        return Record(
+            index=request.index,
+            level=request.level,
+            text_hash=hashlib.sha256(request.prompt.encode()).hexdigest()[:12],
+            wanted_tokens=0 if self.natural else request.output_tokens,
+            arrival=request.arrival,
+            tenant=request.tenant,
+        )
 
     def _margins(self, logprobs: Mapping[str, Any]) -> Iterator[float]:
         """The difference of the two best log-probabilities at each position, less the end token."""
-        tops = logprobs["content"] or () if "content" in logprobs else logprobs["top_logprobs"]
+        if "content" in logprobs:  # of a chat
+            positions = [
+                {top["token"]: top["logprob"] for top in position["top_logprobs"]}
+                for position in logprobs["content"] or ()
+            ]
+        else:
+            positions = logprobs["top_logprobs"]
         end = f"token_id:{self.eos_token}"
-        for top in tops:
-            if "top_logprobs" in top:  # of a chat
-                top = {one["token"]: one["logprob"] for one in top["top_logprobs"]}
-            best = sorted((value for token, value in top.items() if token != end), reverse=True)
+        for tops in positions:
+            best = sorted((value for token, value in tops.items() if token != end), reverse=True)
             yield best[0] - best[1] if len(best) > 1 else float("inf")

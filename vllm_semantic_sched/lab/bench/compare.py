@@ -83,7 +83,8 @@ class RunPlan:
         mixes = tuple(workload.config.mix for workload in self.workloads)
         alone = [(spec,) for spec in self.schedulers]
         groups = with_shared_servers(self.schedulers) if self.quick else alone
-        for specs in groups if number % 2 else reversed(groups):
+        in_order = groups if number % 2 else reversed(groups)
+        for specs in in_order:
             yield Visit(number, specs, mixes)
 
 
@@ -132,23 +133,24 @@ class _Run:
         number = f"round {visit.name} of {self.plan.rounds}"
         names = ", ".join(spec.name for spec in visit.specs)
         self.progress.message(f"starting the server: {names}, {number}")
-        done: list[tuple[SchedulerSpec, str, Round]] = []
+        measured: list[tuple[SchedulerSpec, str, Round]] = []
         with server:
             client = self._client(visit.specs[0], server)
             client.send_together(self._other_requests(_WARM_UP_REQUESTS, "even", 32))
             if self.workloads is None:
                 self.workloads = self._set_pace(client)
             for spec, workload in itertools.product(visit.specs, self.workloads):
-                if (mix := workload.config.mix) in visit.mixes:
+                mix = workload.config.mix
+                if mix in visit.mixes:
                     label = f"{spec.name}, {number}, {mix}"
-                    found = self._measure(visit, spec, workload, server, label)
-                    self.comparison.add(spec, workload, found)
-                    done.append((spec, mix, found))
+                    done = self._measure(visit, spec, workload, server, label)
+                    self.comparison.add(spec, workload, done)
+                    measured.append((spec, mix, done))
         levels = read_levels(visit.leader.events_file(self.plan.output, visit.name))
-        for spec, mix, found in done:
-            for record in found.records:
+        for spec, mix, done in measured:
+            for record in done.records:
                 record.read_level = levels.get(spec.request_id(mix, record.index))
-        return tuple(dict.fromkeys(mix for _, mix, found in done if not found.calm))
+        return tuple(dict.fromkeys(mix for _, mix, done in measured if not done.calm))
 
     def _client(self, spec: SchedulerSpec, server: VllmServer) -> LoadClient:
         load = self.plan.workloads[0].config
@@ -157,14 +159,19 @@ class _Run:
     def _measure(
         self, visit: Visit, spec: SchedulerSpec, workload: Workload, server: VllmServer, label: str
     ) -> Round:
-        client, mix = self._client(spec, server), workload.config.mix
+        client = self._client(spec, server)
+        mix = workload.config.mix
 
         def extras(request: BenchRequest) -> Mapping[str, Any]:
             # vLLM's prefix cache keeps requests with another salt apart, also on a shared server.
-            given = {"request_id": spec.request_id(mix, request.index), "cache_salt": spec.kind}
-            return {**client.extras(request), **given}
+            return {
+                **client.extras(request),
+                "request_id": spec.request_id(mix, request.index),
+                "cache_salt": spec.kind,
+            }
 
-        start, begin = Usage.now(server), time.monotonic()
+        start = Usage.now(server)
+        begin = time.monotonic()
         records = replace(client, extras=extras).send(self._told(spec, workload), label)
         server.check()
         loaded = Usage.now(server)
@@ -173,13 +180,21 @@ class _Run:
             alone = measure_idle(client, workload, f"{label}, idle engine", self.plan.quick)
             self.idle[mix] = alone, Usage.now(server).since(loaded)
         idle, idle_usage = self.idle[mix]
-        usage, found = loaded.since(start), self._differences(records, workload, client)
         device = None
         if server.config.device is not None:
             # Until the last arrival: then only long answers are left.
             end = begin + workload.requests[-1].arrival
             device = read_use(Path(server.config.device["trace"]), begin, end)
-        return Round(visit.number, records, visit.name, idle, usage, idle_usage, found, device)
+        return Round(
+            number=visit.number,
+            records=records,
+            name=visit.name,
+            idle=idle,
+            usage=loaded.since(start),
+            idle_usage=idle_usage,
+            differences=self._differences(records, workload, client),
+            device=device,
+        )
 
     def _told(self, spec: SchedulerSpec, workload: Workload) -> Sequence[BenchRequest]:
         """The requests; where answers end by themselves and a scheduler is told their lengths,
@@ -207,7 +222,8 @@ class _Run:
 
     def _capacity(self, client: LoadClient) -> float:
         """Output tokens per second of the server when more requests wait than it has seats."""
-        plan, like = self.plan, self.plan.workloads[0].config
+        plan = self.plan
+        like = plan.workloads[0].config
         count = (_QUICK_ROUNDS if plan.quick else CAPACITY_ROUNDS) * plan.server.seats
         requests = self._other_requests(count, like.mix, like.max_output_tokens)
         capacity = throughput(client.send_together(requests, "capacity"))
@@ -227,12 +243,16 @@ class _Run:
         """The outputs that differ from the reference's, with their margins. Their requests are sent
         again with log-probabilities, which would slow the server down in the measured run."""
         reference = self.comparison.reference(workload.config.mix)
-        found = differences(reference.records, records) if reference else []
+        differing = differences(reference.records, records) if reference else []
+        if not differing:
+            return []
         # A request's index is its place in the workload, and so in the records.
-        requests = [workload.requests[one.index] for one in found]
-        repeated = replace(client, record_margins=True).send_one_by_one(requests) if found else []
-        pairs = zip(found, repeated, strict=True)
-        return [explain(one, records[one.index], again) for one, again in pairs]
+        requests = [workload.requests[difference.index] for difference in differing]
+        repeated = replace(client, record_margins=True).send_one_by_one(requests)
+        return [
+            explain(difference, records[difference.index], again)
+            for difference, again in zip(differing, repeated, strict=True)
+        ]
 
 
 def idle_sample(requests: Sequence[BenchRequest], quick: bool = False) -> list[BenchRequest]:
@@ -242,11 +262,11 @@ def idle_sample(requests: Sequence[BenchRequest], quick: bool = False) -> list[B
     urgent = [request for request in requests if request.level == 0]
     others = [request for request in requests if request.level > 0]
     others.sort(key=lambda request: len(request.prompt))
-    return [
-        found[place]
-        for found, count in ((urgent, most), (others, rest))
-        for place in np.linspace(0, len(found) - 1, min(count, len(found))).round().astype(int)
-    ]
+    sample = []
+    for group, count in ((urgent, most), (others, rest)):
+        places = np.linspace(0, len(group) - 1, min(count, len(group))).round().astype(int)
+        sample += [group[place] for place in places]
+    return sample
 
 
 def measure_idle(
@@ -254,5 +274,5 @@ def measure_idle(
 ) -> list[Record]:
     """Send `idle_sample` one by one. KV from the load is not reused."""
     # vLLM's prefix cache keeps requests with another salt apart.
-    idle = replace(client, extras=lambda one: {**client.extras(one), "cache_salt": "idle"})
+    idle = replace(client, extras=lambda request: {**client.extras(request), "cache_salt": "idle"})
     return idle.send_one_by_one(idle_sample(workload.requests, quick), label)

@@ -25,7 +25,7 @@ class DeviceUse:
     host_p99: float
 
 
-NOTHING = DeviceUse(*[math.nan] * 4)
+NOTHING = DeviceUse(tokens=math.nan, idle=math.nan, host_p50=math.nan, host_p99=math.nan)
 
 
 def read_use(trace: Path, begin: float, end: float) -> DeviceUse:
@@ -40,8 +40,12 @@ def read_use(trace: Path, begin: float, end: float) -> DeviceUse:
     full = [step for step in steps if _requests(step) >= half]
     idle = sum(step["idle"] for step in full)
     p50, p99 = np.percentile([step["host"] for step in steps], [50, 99])
-    tokens = sum(step["sampled"] for step in steps)
-    return DeviceUse(tokens / _busy(steps), idle / (_busy(full) + idle), float(p50), float(p99))
+    return DeviceUse(
+        tokens=sum(step["sampled"] for step in steps) / _busy(steps),
+        idle=idle / (_busy(full) + idle),
+        host_p50=float(p50),
+        host_p99=float(p99),
+    )
 
 
 def _requests(step: Mapping[str, float]) -> float:

@@ -21,7 +21,8 @@ from vllm_semantic_sched.lab.bench.workload import (
     make_workload,
 )
 
-STOCK, OURS = "vLLM's balancing", "by urgency"
+STOCK = "vLLM's balancing"
+OURS = "by urgency"
 HEADERS: dict[str, dict[str, str]] = {STOCK: {"X-Semsched-Placement": "vllm"}, OURS: {}}
 
 
@@ -37,10 +38,16 @@ class Burst:
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Self:
-        urgent = [one.ttft for one in records if one.level == 0 and one.ttft is not None]
-        last = [one.e2e for one in records if one.level == LEVELS - 1 and one.finish]
-        means = float(np.mean(urgent)), float(np.percentile(urgent, 90)), float(np.mean(last))
-        return cls(*means, failed=sum(not one.ok for one in records))
+        """The figures of a round's records; NaN where a level has no answer."""
+        urgent = [record for record in records if record.level == 0]
+        ttfts = [record.ttft for record in urgent if record.ttft is not None]
+        last = [record for record in records if record.level == LEVELS - 1]
+        return cls(
+            ttft_mean=float(np.mean(ttfts)),
+            ttft_p90=float(np.percentile(ttfts, 90)),
+            latency=float(np.mean([record.e2e for record in last if record.finish])),
+            failed=sum(not record.ok for record in records),
+        )
 
 
 Rounds = Mapping[str, Sequence[Burst]]
@@ -50,14 +57,23 @@ Rounds = Mapping[str, Sequence[Burst]]
 def make_bursts(load: WorkloadConfig, rounds: int, seconds: float) -> list[list[BenchRequest]]:
     """The requests of each pair of rounds, which arrive at equal distances within `seconds`."""
     gap = seconds / load.requests
-    loads = (make_workload(replace(load, seed=load.seed + number)) for number in range(rounds))
-    return [[replace(one, arrival=one.index * gap) for one in each.requests] for each in loads]
+    bursts = []
+    for number in range(rounds):
+        requests = make_workload(replace(load, seed=load.seed + number)).requests
+        bursts.append([replace(request, arrival=request.index * gap) for request in requests])
+    return bursts
 
 
 def parallel_args(engines: int) -> tuple[str, ...]:
     """Arguments of `vllm serve` for engines of one process each behind one API server."""
-    parallel = ("--data-parallel-size", str(engines), "--api-server-count", "1")
-    return (*parallel, "--distributed-executor-backend", "uni")
+    return (
+        "--data-parallel-size",
+        str(engines),
+        "--api-server-count",
+        "1",
+        "--distributed-executor-backend",
+        "uni",
+    )
 
 
 def compare_placements(
@@ -72,34 +88,38 @@ def compare_placements(
     config = replace(config, scheduler_args=(*config.scheduler_args, *parallel_args(engines)))
     progress.message(f"starting a server with {engines} engines")
     prefer_client(server.nice)
-    found: dict[str, list[Burst]] = {name: [] for name in HEADERS}
-    longest = max(one.output_tokens for burst in bursts for one in burst)
+    rounds: dict[str, list[Burst]] = {name: [] for name in HEADERS}
+    longest = max(request.output_tokens for burst in bursts for request in burst)
     with VllmServer(config) as running:
         client = scheduler.client(running, longest, progress)
         client.send(bursts[0][: server.seats])  # warm-up
         for number, burst in enumerate(bursts):
-            for name in HEADERS if number % 2 else reversed(HEADERS):
+            choosers = HEADERS if number % 2 else reversed(HEADERS)
+            for name in choosers:
                 sender = replace(client, headers=HEADERS[name])
                 label = f"round {number + 1} of {len(bursts)}, {name}"
-                found[name].append(Burst.of(sender.send(burst, label)))
+                rounds[name].append(Burst.of(sender.send(burst, label)))
                 running.check()
-    return found
+    return rounds
 
 
 def write_rounds(rounds: Rounds, folder: Path) -> Path:
     """Write `engines.json`; its path."""
     path = folder / "engines.json"
-    document = {name: list(map(asdict, each)) for name, each in rounds.items()}
+    document = {name: list(map(asdict, results)) for name, results in rounds.items()}
     path.write_text(json.dumps({"environment": environment(), "rounds": document}, indent=1) + "\n")
     return path
 
 
 def summary(rounds: Rounds) -> dict[str, dict[str, float]]:
     """Mean over the rounds of each figure of `Burst`, by who chooses the engine."""
-    names = ("ttft_mean", "ttft_p90", "latency")
     return {
-        chooser: {name: float(np.mean([getattr(one, name) for one in each])) for name in names}
-        for chooser, each in rounds.items()
+        chooser: {
+            "ttft_mean": float(np.mean([result.ttft_mean for result in results])),
+            "ttft_p90": float(np.mean([result.ttft_p90 for result in results])),
+            "latency": float(np.mean([result.latency for result in results])),
+        }
+        for chooser, results in rounds.items()
     }
 
 

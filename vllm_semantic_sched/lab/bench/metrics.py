@@ -27,6 +27,7 @@ class IdleModel:
     floor: float
 
     def seconds(self, prompt_tokens: int, output_tokens: int) -> float:
+        """E2E latency of a request of these lengths."""
         line = self.per_prompt_token * prompt_tokens + self.per_output_token * output_tokens
         return max(self.floor, self.base + line)
 
@@ -37,7 +38,7 @@ def fit_idle(records: Sequence[Record]) -> IdleModel | None:
     if len(done) < 4:
         return None
     measured = np.array([record.e2e for record in done])
-    design = np.array([(1.0, one.prompt_tokens, one.output_tokens) for one in done])
+    design = np.array([(1.0, record.prompt_tokens, record.output_tokens) for record in done])
     # Noise must not make a coefficient negative, which would shorten longer requests.
     coefficients, _ = nnls(design, measured)
     base, per_prompt, per_output = coefficients.tolist()
@@ -64,9 +65,15 @@ def summarize(values: Sequence[float], tail: Sequence[float] | None = None) -> S
     """Summarize values, with p99 of `tail` if it is given; NaN without values."""
     if not values:
         return Summary(0, math.nan, math.nan, math.nan, 0)
-    rest = values if tail is None else tail
-    p50, p99 = float(np.percentile(values, 50)), float(np.percentile(rest, 99))
-    return Summary(len(values), float(np.mean(values)), p50, p99, len(rest))
+    if tail is None:
+        tail = values
+    return Summary(
+        count=len(values),
+        mean=float(np.mean(values)),
+        p50=float(np.percentile(values, 50)),
+        p99=float(np.percentile(tail, 99)),
+        tail_count=len(tail),
+    )
 
 
 def mean_waiting(records: Iterable[Record], levels: Container[int] = range(LEVELS)) -> float:
@@ -86,16 +93,21 @@ def by_level(records: Sequence[Record], idle: IdleModel | None) -> LevelValues:
 
 
 def _values(records: Sequence[Record], idle: IdleModel | None) -> dict[str, list[float]]:
-    alone = [idle.seconds(one.prompt_tokens, one.output_tokens) for one in records] if idle else []
-    found: dict[str, list[float | None]] = {
-        "ttft": [one.ttft for one in records],
-        "tpot": [one.tpot for one in records],
-        "e2e": [one.e2e for one in records],
-        "queueing": [one.engine_queue_seconds for one in records],
-        "normalized_waiting": [one.normalized_waiting for one in records],
-        "slowdown": [one.e2e / seconds for one, seconds in zip(records, alone, strict=False)],
+    slowdowns = []
+    if idle is not None:
+        for record in records:
+            slowdowns.append(record.e2e / idle.seconds(record.prompt_tokens, record.output_tokens))
+    columns: dict[str, list[float | None]] = {
+        "ttft": [record.ttft for record in records],
+        "tpot": [record.tpot for record in records],
+        "e2e": [record.e2e for record in records],
+        "queueing": [record.engine_queue_seconds for record in records],
+        "normalized_waiting": [record.normalized_waiting for record in records],
     }
-    return {name: [one for one in values if one is not None] for name, values in found.items()}
+    defined = {
+        name: [value for value in values if value is not None] for name, values in columns.items()
+    }
+    return {**defined, "slowdown": slowdowns}
 
 
 def finish_order_violations(records: Sequence[Record]) -> float:
@@ -115,10 +127,12 @@ def fairness(records: Sequence[Record]) -> float:
     """Return Jain's index over tenants of the output tokens per second that each got while it had
     requests, as the simulator does; NaN for fewer than two tenants."""
     service = TenantService()
-    done = ((one.finish, one) for one in records if one.ok and one.finish is not None)
-    for finish, one in sorted(done, key=lambda pair: pair[0]):
-        if one.tenant:
-            service.add(one.tenant, one.arrival, finish, one.output_tokens)
+    done = [
+        (record.finish, record) for record in records if record.ok and record.finish is not None
+    ]
+    for finish, record in sorted(done, key=lambda pair: pair[0]):
+        if record.tenant:
+            service.add(record.tenant, record.arrival, finish, record.output_tokens)
     index = service.fairness()
     return math.nan if index is None else index
 
@@ -157,15 +171,15 @@ class Difference:
         return self.margin is None or self.margin >= MARGIN_LIMIT
 
 
-def differences(reference: Sequence[Record], other: Sequence[Record]) -> list[Difference]:
+def differences(reference: Sequence[Record], records: Sequence[Record]) -> list[Difference]:
     """Return the requests that both, in the same order, answered with different output tokens."""
-    found = []
-    for first, second in zip(reference, other, strict=True):
+    differing = []
+    for first, second in zip(reference, records, strict=True):
         if first.ok and second.ok and first.token_ids != second.token_ids:
             pairs = enumerate(zip(first.token_ids, second.token_ids, strict=False))
             position = next((place for place, (a, b) in pairs if a != b), 0)
-            found.append(Difference(first.index, position))
-    return found
+            differing.append(Difference(first.index, position))
+    return differing
 
 
 def explain(difference: Difference, answer: Record, repeated: Record) -> Difference:

@@ -93,8 +93,9 @@ class SaturatedScheduler:
         if level is None and not self._text:
             level = self.random.randint(1, 4)
         tenant = f"tenant {number % _TENANTS}"
-        lengths = _PROMPT_TOKENS, _OUTPUT_TOKENS
-        return self._standalone.make_request(f"r{number}", *lengths, level, tenant=tenant)
+        return self._standalone.make_request(
+            f"r{number}", _PROMPT_TOKENS, _OUTPUT_TOKENS, level, tenant=tenant
+        )
 
     def prepare(self, request: Any) -> None:
         """Do what vLLM's input thread does with a new request once it is built."""
@@ -102,6 +103,7 @@ class SaturatedScheduler:
             self.scheduler.arrivals.prepare(request)
 
     def arrive(self, request: Any) -> None:
+        """Prepare a request and add it, as vLLM's input thread and engine do."""
         self.prepare(request)
         self.scheduler.add_request(request)
 
@@ -220,6 +222,7 @@ def _simulate_one(requests: int, name: str) -> Speed:
     seconds = time.process_time() - start
     kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Linux starts ru_maxrss from the parent's value, so read the peak of this process.
-    if (status := Path("/proc/self/status")).is_file():
+    status = Path("/proc/self/status")
+    if status.is_file():
         kibibytes = int(status.read_text().partition("VmHWM:")[2].split()[0])
     return Speed(requests, seconds, steps, kibibytes / 1024)

@@ -47,8 +47,10 @@ _PANELS = {
 """By title: a metric, its statistic that is drawn as bars, and a factor on seconds."""
 
 _SAME = 0.05  # ratios closer to 1 than this are called "about as"
-_SHOWN_URGENT, _SHOWN_OTHERS = 3, 1  # messages of urgency 0, and of each other level
-_MESSAGE_LENGTH, _ANSWER_LENGTH = 90, 70  # characters
+_SHOWN_URGENT = 3  # messages of urgency 0
+_SHOWN_OTHERS = 1  # messages of each other level
+_MESSAGE_LENGTH = 90  # characters
+_ANSWER_LENGTH = 70  # characters
 _LEGEND = (
     "Of the best round; p99 is over all that count. norm. wait. = (finish - arrival) / output "
     "tokens, ms per token; / idle = that over the idle engine's for the same requests, same round; "
@@ -56,22 +58,26 @@ _LEGEND = (
 )
 
 
-def comparison_page(found: Comparison, folder: Path) -> Page:
+def comparison_page(comparison: Comparison, folder: Path) -> Page:
     """What the run shows in a sentence; per mix some messages, who held the seats when (by the
     event logs in `folder`), charts and tables."""
     parts: list[Table | Chart] = []
     sentences = []
-    for mix, rows in found.mixes.items():
+    for mix, rows in comparison.mixes.items():
         messages = messages_table(mix, rows)
-        parts += [messages] if messages else []
+        if messages is not None:
+            parts.append(messages)
         parts += [*_seats(mix, rows, folder), *_bars(mix, rows)]
         parts += [*misread_tables(mix, rows), *mix_tables(mix, rows)]
-        if text := gain_in_words(rows):
-            sentences.append(f"Mix {mix}: {text}" if len(found.mixes) > 1 else text)
-    where = f" ({found.label})" if found.label else ""
+        gain = gain_in_words(rows)
+        if gain and len(comparison.mixes) > 1:
+            gain = f"Mix {mix}: {gain}"
+        if gain:
+            sentences.append(gain)
+    where = f" ({comparison.label})" if comparison.label else ""
     sentences.append(f"The same requests were sent to each scheduler on a real vLLM server{where}.")
     # The parsed command line holds the function that runs the command.
-    options = {key: value for key, value in found.options.items() if not callable(value)}
+    options = {key: value for key, value in comparison.options.items() if not callable(value)}
     return Page(
         f"Comparison of schedulers{where}", " ".join(sentences), parts, options, environment()
     )
@@ -85,8 +91,10 @@ def gain_in_words(rows: Rows) -> str:
     reference = rows.get("fcfs")
     if reference is None or row is None:
         return ""
-    before, after = reference.p99_ttft(), row.p99_ttft()
-    ours, theirs = (mean_waiting(one.records) for one in (row, reference))
+    before = reference.p99_ttft()
+    after = row.p99_ttft()
+    ours = mean_waiting(row.records)
+    theirs = mean_waiting(reference.records)
     source = "read from the text" if row.scheduler.reads_text else "given as a hint"
     paid = "about" if abs(ours / theirs - 1) < _SAME else f"{ours / theirs:.2f} times"
     return (
@@ -103,12 +111,15 @@ def messages_table(mix: str, rows: Rows) -> Table | None:
     reader = next((row for row in rows.values() if row.scheduler.reads_text), None)
     if reader is None:
         return None
-    requests, read = reader.workload.requests, reader.records
+    requests = reader.workload.requests
+    read = reader.records
     shown = _shown(read)
     return Table(
         f"Mix {mix}: some messages, and when their answers began",
         [
-            *("message", "true level", "level read"),
+            "message",
+            "true level",
+            "level read",
             *(f"{row.scheduler.title}, s" for row in rows.values()),
             "the answer began",
         ],
@@ -133,8 +144,11 @@ def _shown(records: Sequence[Record]) -> list[int]:
     chosen = []
     for level in sorted({record.level for record in records}):
         of_level = [record.index for record in records if record.ok and record.level == level]
-        count = min(len(of_level), _SHOWN_OTHERS if level else _SHOWN_URGENT)
-        chosen += [of_level[(2 * n + 1) * len(of_level) // (2 * count)] for n in range(count)]
+        most = _SHOWN_OTHERS if level else _SHOWN_URGENT
+        count = min(len(of_level), most)
+        for part in range(count):
+            middle = (2 * part + 1) * len(of_level) // (2 * count)
+            chosen.append(of_level[middle])
     return chosen
 
 
@@ -143,7 +157,9 @@ def _compared(factor: float) -> str:
         return "not to be compared"
     if abs(factor - 1) < _SAME:
         return "about as soon"
-    return f"{_short(max(factor, 1 / factor))} times {'sooner' if factor > 1 else 'later'}"
+    if factor > 1:
+        return f"{_short(factor)} times sooner"
+    return f"{_short(1 / factor)} times later"
 
 
 def _short(value: float) -> str:
@@ -159,31 +175,37 @@ def _cut(text: str, length: int) -> str:
 def _bars(mix: str, rows: Rows) -> Iterator[Chart]:
     """Of `_PANELS`, by level and scheduler, with the idle engine as a line."""
     first = next(iter(rows.values()))
-    levels, colors = list(first.levels), {}
+    levels = list(first.levels)
+    colors = {}
     for place, row in enumerate(rows.values()):
-        other = _VARIANT_COLORS[place % len(_VARIANT_COLORS)]
-        colors[row.scheduler.title] = _COLORS.get(row.scheduler.name, other)
-    for title, panel in _PANELS.items():
+        variant_color = _VARIANT_COLORS[place % len(_VARIANT_COLORS)]
+        colors[row.scheduler.title] = _COLORS.get(row.scheduler.name, variant_color)
+    for title, (metric, statistic, scale) in _PANELS.items():
         series = {
-            row.scheduler.title: _heights(row.levels, levels, *panel) for row in rows.values()
+            row.scheduler.title: _heights(row.levels, levels, metric, statistic, scale)
+            for row in rows.values()
         }
-        ends, (idle,) = (-0.5, len(levels) - 0.5), _heights(first.idle_levels, ["0"], *panel)
-        line = Line("idle engine, urgency 0", ends, (idle, idle), "#c03030", dashed=True)
-        lines = [] if math.isnan(idle) else [line]
+        [idle] = _heights(first.idle_levels, ["0"], metric, statistic, scale)
+        lines = []
+        if not math.isnan(idle):
+            ends = (-0.5, len(levels) - 0.5)
+            lines = [Line("idle engine, urgency 0", ends, (idle, idle), "#c03030", dashed=True)]
         groups = list(map(level_title, levels))
         yield grouped_bars(f"Mix {mix}: {title}", title, groups, series, colors, lines=lines)
 
 
 def _heights(
-    found: Mapping[str, Mapping[str, Summary]],
+    by_level: Mapping[str, Mapping[str, Summary]],
     levels: Iterable[str],
     metric: str,
     statistic: str,
     scale: float,
 ) -> list[float]:
     """NaN where there is none."""
-    summaries = (found[level][metric] if level in found else None for level in levels)
-    return [scale * getattr(one, statistic, math.nan) for one in summaries]
+    return [
+        scale * getattr(by_level[level][metric], statistic) if level in by_level else math.nan
+        for level in levels
+    ]
 
 
 def mix_tables(mix: str, rows: Rows) -> Iterator[Table]:
@@ -201,61 +223,80 @@ def misread_tables(mix: str, rows: Rows) -> Iterator[Table]:
     """Per scheduler that reads texts, the requests of urgency 0 that it took for less urgent."""
     for row in rows.values():
         if row.scheduler.reads_text:
-            last = {one.index: one.read_level for one in row.misread}  # it is in every round
-            title = f"{row.scheduler.title}: {len(last)} of urgency 0 read as less urgent"
-            cells = [[n, level, row.workload.requests[n].text] for n, level in last.items()]
+            # A request is in every round: the last one counts.
+            read_as = {record.index: record.read_level for record in row.misread}
+            title = f"{row.scheduler.title}: {len(read_as)} of urgency 0 read as less urgent"
+            cells = [
+                [index, level, row.workload.requests[index].text]
+                for index, level in read_as.items()
+            ]
             yield Table(f"Mix {mix}, {title}", ["request", "read as", "text"], cells)
 
 
 def _orders(mix: str, rows: Rows) -> Table:
     tenants = next(iter(rows.values())).workload.config.tenants
-    cells, column = [], "there when a less urgent one finished"
+    cells = []
     for row in rows.values():
-        share = f"{100 * finish_order_violations(row.records):.0f} %"
-        cells.append({"scheduler": row.scheduler.title, column: share})
+        share = finish_order_violations(row.records)
+        line = {
+            "scheduler": row.scheduler.title,
+            "there when a less urgent one finished": f"{100 * share:.0f} %",
+        }
         if tenants:
-            cells[-1]["Jain's index"] = fixed(fairness(row.records))
+            line["Jain's index"] = fixed(fairness(row.records))
+        cells.append(line)
     return Table.of(f"Mix {mix}: finish order (eq. 2)", cells, folded=True)
 
 
 def _level(mix: str, level: str, rows: Rows) -> Table:
-    urgent, first = level == "0", next(iter(rows.values()))
-    counts = first.levels[level]["ttft"]
+    first = next(iter(rows.values()))
+    urgent = level == "0"
     title = "all levels" if level == "all" else f"urgency {level}"
-    title += (" (most urgent)" if urgent else "") + f", {counts.count} requests"
+    if urgent:
+        title += " (most urgent)"
+    counts = first.levels[level]["ttft"]
+    title += f", {counts.count} requests"
     if counts.tail_count != counts.count:
         title += f" (p99: {counts.tail_count})"
-    columns = [
-        "scheduler", "TTFT, s\nmean p50 p99", "TPOT\nms", "E2E\ns", "norm. wait.\nmean p99",
-        *(["/ idle"] if urgent else []), "slow-\ndown", "norm.w.\ngain", "p99 TTFT\ngain",
-    ]  # fmt: skip
+    columns = ["scheduler", "TTFT, s\nmean p50 p99", "TPOT\nms", "E2E\ns", "norm. wait.\nmean p99"]
+    if urgent:
+        columns.append("/ idle")
+    columns += ["slow-\ndown", "norm.w.\ngain", "p99 TTFT\ngain"]
     base = rows["fcfs"].levels.get(level) if "fcfs" in rows else None
     lines = []
     if urgent and "0" in first.idle_levels:
-        lines.append(["idle engine", *_cells(first.idle_levels["0"], base, ["-"])])
+        lines.append(["idle engine", *_cells(first.idle_levels["0"], base, idle_ratio="-")])
     for row in rows.values():
         cells = ["-"] * (len(columns) - 1)
         if level in row.levels:
-            cells = _cells(row.levels[level], base, [fixed(row.best.idle_ratio)] if urgent else [])
+            idle_ratio = fixed(row.best.idle_ratio) if urgent else None
+            cells = _cells(row.levels[level], base, idle_ratio)
         lines.append([row.scheduler.title, *cells])
     note = _LEGEND if level == "all" else ""
     return Table(f"Mix {mix}: {title}", columns, lines, note, folded=True)
 
 
 def _cells(
-    summaries: Mapping[str, Summary], base: Mapping[str, Summary] | None, ratio: list[str]
+    summaries: Mapping[str, Summary],
+    base: Mapping[str, Summary] | None,  # FCFS, if it ran
+    idle_ratio: str | None,  # None: no such column
 ) -> list[str]:
-    ttft, waiting = summaries["ttft"], summaries["normalized_waiting"]
-    gains = ["-", "-"]
-    if base is not None:
-        waits = base["normalized_waiting"].mean / waiting.mean
-        gains = [f"{waits:.2f}x", f"{base['ttft'].p99 / ttft.p99:.2f}x"]
-    return [
-        " ".join(map(fixed, (ttft.mean, ttft.p50, ttft.p99))),
-        *(fixed(1e3 * summaries["tpot"].mean), fixed(summaries["e2e"].mean)),
+    ttft = summaries["ttft"]
+    waiting = summaries["normalized_waiting"]
+    cells = [
+        f"{fixed(ttft.mean)} {fixed(ttft.p50)} {fixed(ttft.p99)}",
+        fixed(1e3 * summaries["tpot"].mean),
+        fixed(summaries["e2e"].mean),
         f"{fixed(1e3 * waiting.mean)} {fixed(1e3 * waiting.p99)}",
-        *(*ratio, fixed(summaries["slowdown"].mean), *gains),
     ]
+    if idle_ratio is not None:
+        cells.append(idle_ratio)
+    cells.append(fixed(summaries["slowdown"].mean))
+    if base is None:
+        return [*cells, "-", "-"]
+    waiting_gain = base["normalized_waiting"].mean / waiting.mean
+    ttft_gain = base["ttft"].p99 / ttft.p99
+    return [*cells, f"{waiting_gain:.2f}x", f"{ttft_gain:.2f}x"]
 
 
 def _totals(mix: str, rows: Rows) -> Table:
@@ -265,9 +306,12 @@ def _totals(mix: str, rows: Rows) -> Table:
     cells = []
     for row in rows.values():
         speed = row.best.tokens_per_second
-        differ = f"{len(row.counted_differences)}"
-        if ties := len(row.differences) - len(row.counted_differences):
-            differ += f" (+{ties})"
+        differ = "-"
+        if row is not first or len(row.rounds) > 1:
+            differ = f"{len(row.counted_differences)}"
+            ties = len(row.differences) - len(row.counted_differences)
+            if ties:
+                differ += f" (+{ties})"
         cells.append(
             {
                 "scheduler": row.scheduler.title,
@@ -278,7 +322,7 @@ def _totals(mix: str, rows: Rows) -> Table:
                 "steps /\n1k tok": fixed(row.best.steps_per_1000),
                 "over-\nload": f"{row.overload:.3g}x",
                 "preemp-\ntions": f"{row.best.usage.counters.get(PREEMPTIONS, 0):.0f}",
-                "outputs\ndiffer": differ if row is not first or len(row.rounds) > 1 else "-",
+                "outputs\ndiffer": differ,
                 "latest\nsend, s": f"{row.latest_send:.2f}",
             }
         )
@@ -295,7 +339,8 @@ def _devices(mix: str, rows: Rows) -> Iterator[Table]:
     """What emulated devices did, and the host for them."""
     cells = []
     for row in rows.values():
-        if (use := row.best.device) is None:
+        use = row.best.device
+        if use is None:
             return
         cells.append(
             {
@@ -347,7 +392,7 @@ def _rounds(mix: str, rows: Rows) -> Table:
 
 
 def _use(done: Round, row: MixResult) -> str:
-    counted = any(done is one for one in row.counted)
+    counted = any(done is counted_round for counted_round in row.counted)
     marks = (("best", done is row.best), ("p99", counted), ("noisy", not done.calm))
     return " ".join(mark for mark, applies in marks if applies) or "-"
 
@@ -356,8 +401,10 @@ def fixed(value: float) -> str:
     """About three digits and five characters, so that columns line up; "-" if undefined."""
     if math.isnan(value):
         return "-"
-    digits = next((digits for limit, digits in ((10, 3), (100, 2), (1000, 1)) if value < limit), 0)
-    return f"{value:.{digits}f}"
+    for limit, digits in ((10, 3), (100, 2), (1000, 1)):
+        if value < limit:
+            return f"{value:.{digits}f}"
+    return f"{value:.0f}"
 
 
 def _seats(mix: str, rows: Rows, folder: Path) -> Iterator[Chart]:
@@ -372,20 +419,23 @@ def _seats(mix: str, rows: Rows, folder: Path) -> Iterator[Chart]:
 def _spans(log: Path, prefix: str) -> list[Span]:
     """Times in seats of the requests whose ids begin so, in seconds since the first arrival."""
     # The log also has the requests of the warm-up and of the idle engine, without such an id.
-    logged = LogReader(limit=sys.maxsize).requests(log)
-    found = [one for one in logged if client_id(one.request).startswith(prefix) and one.spans]
-    found.sort(key=lambda one: one.arrival)
-    start = found[0].arrival if found else 0.0
+    requests = [
+        request
+        for request in LogReader(limit=sys.maxsize).requests(log)
+        if client_id(request.request).startswith(prefix) and request.spans
+    ]
+    requests.sort(key=lambda request: request.arrival)
+    start = requests[0].arrival if requests else 0.0
     return [
         replace(
             span,
-            request=client_id(one.request).partition(".")[2],
+            request=client_id(request.request).partition(".")[2],
             arrival=span.arrival - start,
             start=span.start - start,
             end=span.end - start,
         )
-        for one in found
-        for span in one.spans
+        for request in requests
+        for span in request.spans
     ]
 
 
@@ -421,8 +471,9 @@ def _draw(axis: Any, chart: Chart) -> None:
         elif isinstance(mark, Boxes):
             spans = [(left, right - left, top) for left, right, _, top, _ in mark.boxes]
             lefts, widths, heights = zip(*spans, strict=True) if spans else ((), (), ())
-            style = {"align": "edge", "label": mark.name, "color": mark.color}
-            drawn = axis.bar(lefts, heights, widths, **style)
+            drawn = axis.bar(
+                lefts, heights, widths, align="edge", label=mark.name, color=mark.color
+            )
             labels = [f"{height:.0f}" if height >= 10 else f"{height:.2g}" for height in heights]
             axis.bar_label(drawn, labels=labels, fontsize=7, padding=2, rotation=90)
     axis.set_title(chart.title, fontsize=12)

@@ -29,6 +29,7 @@ class Lengths:
     most: int
 
     def draw(self, chance: random.Random) -> int:
+        """A length in whole tokens."""
         return int(max(self.least, min(self.most, chance.lognormvariate(self.mu, self.sigma))))
 
 
@@ -113,13 +114,19 @@ def _size(row: dict[str, object]) -> Size:
     if "hash_ids" in row:
         blocks = row["hash_ids"]
         assert isinstance(blocks, list)
-        tokens = int(str(row["input_length"])), int(str(row["output_length"]))
-        return Size(*tokens, float(str(row["timestamp"])) / 1000, tuple(blocks))
+        return Size(
+            prompt=int(str(row["input_length"])),
+            answer=int(str(row["output_length"])),
+            arrival=float(str(row["timestamp"])) / 1000,
+            blocks=tuple(blocks),
+        )
     # Seven digits of a second, where Python reads at most six.
     moment = datetime.datetime.fromisoformat(str(row["TIMESTAMP"])[:26])
-    tokens = int(str(row["ContextTokens"])), int(str(row["GeneratedTokens"]))
-    seconds = (moment - datetime.datetime(2020, 1, 1)).total_seconds()
-    return Size(*tokens, seconds)
+    return Size(
+        prompt=int(str(row["ContextTokens"])),
+        answer=int(str(row["GeneratedTokens"])),
+        arrival=(moment - datetime.datetime(2020, 1, 1)).total_seconds(),
+    )
 
 
 def _spread(sizes: Iterator[Size], count: int, name: str) -> list[Size]:
@@ -129,4 +136,4 @@ def _spread(sizes: Iterator[Size], count: int, name: str) -> list[Size]:
         raise ValueError(f"trace {name!r} has only {len(first)} requests that can be sent")
     start = first[0].arrival
     distance = (first[-1].arrival - start) / max(1, count - 1) or 1.0
-    return [replace(one, arrival=(one.arrival - start) / distance) for one in first]
+    return [replace(size, arrival=(size.arrival - start) / distance) for size in first]

@@ -50,14 +50,17 @@ class Round:
 
     @property
     def calm(self) -> bool:
+        """Whether the hypervisor took at most `MAX_STEAL` away."""
         return self.steal <= MAX_STEAL
 
     @property
     def output_tokens(self) -> int:
+        """Of all answers."""
         return sum(record.output_tokens for record in self.records)
 
     @property
     def tokens_per_second(self) -> float:
+        """Output tokens per second from the first arrival to the last finish."""
         return metrics.throughput(self.records)
 
     @property
@@ -72,23 +75,35 @@ class Round:
 
     @cached_property
     def idle_model(self) -> metrics.IdleModel | None:
+        """None if too few requests were sent one by one."""
         return metrics.fit_idle(self.idle)
 
     @cached_property
     def values(self) -> LevelValues:
+        """Of the load."""
         return metrics.by_level(self.records, self.idle_model)
 
     @cached_property
     def idle_values(self) -> LevelValues:
+        """Of the requests that were sent one by one."""
         return metrics.by_level(self.idle, self.idle_model)
 
     @property
     def idle_ratio(self) -> float:
         """Urgency 0: mean normalized waiting time over the idle engine's for the same requests."""
-        alone = {r.index: r.normalized_waiting for r in self.idle if r.ok and r.level == 0}
-        loaded = [r.normalized_waiting for r in self.records if r.ok and r.index in alone]
-        complete = alone and len(loaded) == len(alone)
-        return sum(loaded) / sum(alone.values()) if complete else math.nan
+        alone = {
+            record.index: record.normalized_waiting
+            for record in self.idle
+            if record.ok and record.level == 0
+        }
+        loaded = [
+            record.normalized_waiting
+            for record in self.records
+            if record.ok and record.index in alone
+        ]
+        if not alone or len(loaded) < len(alone):
+            return math.nan
+        return sum(loaded) / sum(alone.values())
 
     def milliseconds_per_request(self, process: str) -> float:
         """A process's CPU time for each request; NaN if not known."""
@@ -111,25 +126,29 @@ class MixResult:
     @property
     def levels(self) -> dict[str, dict[str, Summary]]:
         """By level ("0" to "4" and "all") and metric."""
-        return _summaries(self.best.values, [one.values for one in self.counted])
+        return _summaries(self.best.values, [done.values for done in self.counted])
 
     @property
     def idle_levels(self) -> dict[str, dict[str, Summary]]:
-        return _summaries(self.best.idle_values, [one.idle_values for one in self.counted])
+        """As `levels`, of the requests that were sent one by one."""
+        return _summaries(self.best.idle_values, [done.idle_values for done in self.counted])
 
     @property
     def best(self) -> Round:
         """The round with the least steal in whole percent; of several, the one in which EngineCore
         took the least CPU time. No latency has a say in it."""
-        return min(self.rounds, key=lambda one: (round(100 * one.steal), one.usage.engine_seconds))
+        return min(
+            self.rounds, key=lambda done: (round(100 * done.steal), done.usage.engine_seconds)
+        )
 
     @property
     def counted(self) -> list[Round]:
         """The calm rounds; if there is none, the best round."""
-        return [one for one in self.rounds if one.calm] or [self.best]
+        return [done for done in self.rounds if done.calm] or [self.best]
 
     @property
     def records(self) -> Sequence[Record]:
+        """Of the best round, in the order of the workload."""
         return self.best.records
 
     @property
@@ -173,17 +192,21 @@ class MixResult:
 
     def p99_ttft(self) -> float:
         """Return p99 TTFT of urgency 0 in the counted rounds, in seconds."""
-        answered = (one.ttft for one in self._urgent() if one.ok)
-        return summarize([ttft for ttft in answered if ttft is not None]).p99
+        answered = [record for record in self._urgent() if record.ok]
+        return summarize([record.ttft for record in answered if record.ttft is not None]).p99
 
     def _urgent(self) -> Iterator[Record]:
         """Urgency 0 of the counted rounds."""
-        return (one for done in self.counted for one in done.records if one.level == 0)
+        for done in self.counted:
+            yield from (record for record in done.records if record.level == 0)
 
 
 def _summaries(best: LevelValues, counted: Sequence[LevelValues]) -> dict[str, dict[str, Summary]]:
     def summary(level: str, metric: str) -> Summary:
-        in_all = [value for one in counted if level in one for value in one[level][metric]]
+        in_all: list[float] = []
+        for values in counted:
+            if level in values:
+                in_all += values[level][metric]
         return summarize(best[level][metric], in_all)
 
     return {level: {metric: summary(level, metric) for metric in best[level]} for level in best}
@@ -206,6 +229,7 @@ class Comparison:
         return LABEL if self.options.get("device") else ""
 
     def add(self, scheduler: SchedulerSpec, workload: Workload, done: Round) -> None:
+        """Add a round to the results of its mix and scheduler."""
         rows = self.mixes.setdefault(workload.config.mix, {})
         rows.setdefault(scheduler.name, MixResult(scheduler, workload)).rounds.append(done)
 
@@ -215,6 +239,7 @@ class Comparison:
         return row.rounds[0] if row else None
 
     def rows(self) -> list[MixResult]:
+        """Results of all mixes, in order."""
         return [row for rows in self.mixes.values() for row in rows.values()]
 
     def failures(self) -> list[str]:
@@ -286,10 +311,11 @@ def _mix_document(row: MixResult) -> dict[str, object]:
 
 
 def _round_document(done: Round, row: MixResult) -> dict[str, object]:
+    counted = any(done is counted_round for counted_round in row.counted)
     return {
         "round": done.name,
         "calm": done.calm,
-        "counted": any(done is one for one in row.counted),
+        "counted": counted,
         "best": done is row.best,
         "steal": done.usage.steal,
         "idle_steal": done.idle_usage.steal,
@@ -315,7 +341,8 @@ def _plain(value: object) -> object:
         return str(value)
     document = asdict(value)
     if isinstance(value, Record):
-        del document["token_ids"], document["margins"], document["answer"]
+        for name in ("token_ids", "margins", "answer"):
+            del document[name]
         tokens = json.dumps(value.token_ids).encode()
         document["token_hash"] = hashlib.sha256(tokens).hexdigest()[:12]
     return document

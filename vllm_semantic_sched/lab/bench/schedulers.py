@@ -44,7 +44,9 @@ class SchedulerSpec:
 
     @property
     def title(self) -> str:
-        return _TITLES[self.kind] + (f" @{self.variant}" if self.variant else "")
+        """As tables show it."""
+        title = _TITLES[self.kind]
+        return f"{title} @{self.variant}" if self.variant else title
 
     @property
     def variant(self) -> str:
@@ -53,10 +55,12 @@ class SchedulerSpec:
 
     @property
     def reads_text(self) -> bool:
+        """Whether no request says its urgency."""
         return self.kind == "semantic"
 
     @property
     def is_ours(self) -> bool:
+        """Whether the scheduler is this package's."""
         return self.kind.startswith("semantic")
 
     def server_args(self, additional: Mapping[str, Any] = MappingProxyType({})) -> tuple[str, ...]:
@@ -68,17 +72,20 @@ class SchedulerSpec:
             args = ("--scheduling-policy", "priority")
         elif self.is_ours:
             args = ("--scheduler-cls", SCHEDULER_CLASS, *MIDDLEWARE)
-            given = {"policy": self.policy, "profile": self.profile}
-            if ours := {key: value for key, value in given.items() if value is not None}:
-                config["semantic_sched"] = ours
-        args += ("--additional-config", json.dumps(config)) if config else ()
-        return args + (self.extra_args if self.is_ours else ())
+            settings = {"policy": self.policy, "profile": self.profile}
+            settings = {key: value for key, value in settings.items() if value is not None}
+            if settings:
+                config["semantic_sched"] = settings
+        if config:
+            args += ("--additional-config", json.dumps(config))
+        return args + self.extra_args if self.is_ours else args
 
     def configure(self, server: ServerConfig, folder: Path, start: str = "1") -> ServerConfig:
         """Return `server` with this scheduler and a log in `folder`, both named by `start`. One
         that reads texts gets a copy of its policy with an empty event log, `events_file`, and an
         emulated device a file for its steps; PolicyError if the policy is invalid."""
-        spec, log = self, folder / f"server-{self._file_name(start)}.log"
+        spec = self
+        log = folder / f"server-{self._file_name(start)}.log"
         if self.reads_text:
             folder.mkdir(parents=True, exist_ok=True)
             data, source = read_config(self.policy or DEFAULT_POLICY, kind="policy")
@@ -129,10 +136,10 @@ class SchedulerSpec:
         """Return a client that tells this scheduler what it is told; `longest` answer in tokens."""
         return LoadClient(
             server.url,
-            end_token(server.config.model),
-            longest + _SPARE_TOKENS,
-            self.body_extras,
-            progress,
+            eos_token=end_token(server.config.model),
+            max_tokens=longest + _SPARE_TOKENS,
+            extras=self.body_extras,
+            progress=progress,
             natural=natural,
         )
 
@@ -141,7 +148,8 @@ def end_token(model: Path) -> int:
     """Return the model's end token; ValueError if `config.json` has none."""
     file = model / "config.json"
     token = json.loads(file.read_text()).get("eos_token_id")
-    token = next(iter(token), None) if isinstance(token, list) else token
+    if isinstance(token, list):
+        token = token[0] if token else None
     if not isinstance(token, int):
         raise ValueError(f"{file} names no eos_token_id")
     return token
@@ -186,9 +194,11 @@ def parse_schedulers(
 def read_levels(log: Path) -> Mapping[str, int]:
     """Return the levels that the predictor gave, by the client's request id. The last one counts,
     as a later reading may correct an earlier one."""
+    if not log.is_file():
+        return {}
     return {
         client_id(event["request"]): event["level"]
-        for event in (events_in(log) if log.is_file() else ())
+        for event in events_in(log)
         # Lines about the log and the engine are of no request.
         if event.get("level_from") in ("prediction", "second_look")
     }

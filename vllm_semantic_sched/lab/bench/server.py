@@ -29,7 +29,8 @@ ANSWER_LENGTH = "vllm_semantic_sched.lab.bench.answer_length:AnswerLength"
 _VLLM = "vllm.entrypoints.cli.main"
 _EMULATED = "vllm_semantic_sched.lab.device.serve"
 _LOG_TAIL_LINES = 40
-_START_SECONDS, _STOP_GRACE_SECONDS = 240.0, 10.0
+_START_SECONDS = 240.0
+_STOP_GRACE_SECONDS = 10.0
 
 
 class ServerFailed(RuntimeError):
@@ -58,6 +59,7 @@ class ServerConfig:
     device: Mapping[str, Any] | None = None
 
     def command(self, port: int) -> list[str]:
+        """The command line that starts the server."""
         program = _VLLM if self.device is None else _EMULATED
         args = [sys.executable, "-m", program, "serve", str(self.model)]
         args += ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", str(self.seats)]
@@ -102,6 +104,7 @@ class ServerConfig:
 
 
 def has_gpu() -> bool:
+    """Whether torch sees a CUDA device."""
     import torch
 
     return bool(torch.cuda.is_available())
@@ -174,7 +177,8 @@ class VllmServer:
 
     def stop(self) -> None:
         """Stop the server and every process it started; no-op if already stopped."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         atexit.unregister(self.stop)
         if process is None:
             return
@@ -207,10 +211,12 @@ class VllmServer:
         return used
 
     def get_text(self, path: str) -> str:
+        """The text of a page of the server; OSError if it does not answer within 30 s."""
         with urllib.request.urlopen(self.url + path, timeout=30) as reply:
             return str(reply.read().decode())
 
     def log_tail(self) -> str:
+        """The last lines of the server's log, with its name."""
         lines = self.config.log.read_text(errors="replace").splitlines()
         return "\n".join([f"--- end of {self.config.log.name} ---", *lines[-_LOG_TAIL_LINES:]])
 
@@ -239,6 +245,7 @@ def process_title(command: list[str]) -> str:
 
 
 def free_port() -> int:
+    """A TCP port of the loopback interface that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

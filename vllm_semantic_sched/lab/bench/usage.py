@@ -26,6 +26,7 @@ class Usage:
 
     @classmethod
     def now(cls, server: VllmServer) -> "Usage":
+        """Read a server's counters and the machine's times; a process counts with its children."""
         own = psutil.Process().cpu_times()
         machine = psutil.cpu_times()
         stolen = float(getattr(machine, "steal", 0.0))
@@ -41,12 +42,13 @@ class Usage:
         )
 
     def since(self, before: "Usage") -> "Usage":
+        """The growth since an earlier moment."""
         return Usage(
-            _difference(self.counters, before.counters),
-            _difference(self.ours, before.ours),
-            self.busy - before.busy,
-            self.stolen - before.stolen,
-            self.total - before.total,
+            counters=_difference(self.counters, before.counters),
+            ours=_difference(self.ours, before.ours),
+            busy=self.busy - before.busy,
+            stolen=self.stolen - before.stolen,
+            total=self.total - before.total,
         )
 
     @property

@@ -53,9 +53,13 @@ MAX_PROMPT_TOKENS = 400
 CONTEXT_TOKENS = 1100
 """Upper bound of a long context."""
 
-_SHORTEST_TURN, _LONGEST_TURN = 80, 800  # tokens of a question with its answer
-# Of the tokenizer of `bench.tiny_model`: a line of a context, what a turn has besides, English.
-_LINE_TOKENS, _TURN_TOKENS, _CHARACTERS_PER_TOKEN = 18.5, 20, 4
+# Tokens of a question with its answer.
+_SHORTEST_TURN = 80
+_LONGEST_TURN = 800
+# Of the tokenizer of `bench.tiny_model`.
+_LINE_TOKENS = 18.5  # of a context
+_TURN_TOKENS = 20  # that a turn has beside its question and answer
+_CHARACTERS_PER_TOKEN = 4  # of English
 
 QuestionSource = Callable[["np.random.Generator"], TextLength]
 """Draws a question with the length of its answer."""
@@ -99,6 +103,7 @@ class BenchRequest:
 
     @property
     def prompt(self) -> str:
+        """What was said before, and the newest turn."""
         return self.history + self.text
 
 
@@ -112,6 +117,7 @@ class Workload:
 
     @property
     def output_tokens(self) -> int:
+        """Of all requests."""
         return sum(request.output_tokens for request in self.requests)
 
 
@@ -120,7 +126,8 @@ def parse_mix(mix: str) -> tuple[float, ...]:
     ValueError if it is neither, or the weights have no positive sum."""
     if mix in MIXES:
         return MIXES[mix]
-    if len(weights := _parse_weights(mix)) == LEVELS:
+    weights = _parse_weights(mix)
+    if len(weights) == LEVELS:
         return weights
     raise ValueError(
         f"mix {mix!r} is neither one of {', '.join(MIXES)} nor {LEVELS} weights like 1:2:3:2:2"
@@ -143,7 +150,9 @@ def _parse_weights(text: str) -> tuple[float, ...]:
     except ValueError:
         return ()
     total = sum(weights)
-    return tuple(weight / total for weight in weights) if min(weights) >= 0 < total else ()
+    if min(weights) < 0 or total <= 0:
+        return ()
+    return tuple(weight / total for weight in weights)
 
 
 def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) -> Workload:
@@ -169,7 +178,9 @@ def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) 
         )
     arrivals = _draw_arrivals(config, rng, sizes)
     # Generators of their own: the same requests with and without long contexts and tenants.
-    context_rng, tenant_rng, past = (np.random.default_rng([config.seed, n]) for n in (1, 2, 3))
+    context_rng = np.random.default_rng([config.seed, 1])
+    tenant_rng = np.random.default_rng([config.seed, 2])
+    history_rng = np.random.default_rng([config.seed, 3])
     tenants = [""] * config.requests
     if config.tenants:
         drawn = tenant_rng.choice(len(config.tenants), config.requests, p=config.tenants)
@@ -186,11 +197,23 @@ def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) 
             parts.insert(-1, write_context(context_rng))
         shortest = max(config.min_output_tokens, question.output_tokens)
         length = min(config.max_output_tokens, shortest)
-        text, history = " ".join(parts), ""
+        text = " ".join(parts)
+        history = ""
         if sizes is not None:
             length = max(1, min(config.max_output_tokens, sizes[index].answer))
-            history = write_history(sizes[index], len(text) // _CHARACTERS_PER_TOKEN, past)
-        requests.append(BenchRequest(index, arrival, level, text, length, tenants[index], history))
+            text_tokens = len(text) // _CHARACTERS_PER_TOKEN
+            history = write_history(sizes[index], text_tokens, history_rng)
+        requests.append(
+            BenchRequest(
+                index=index,
+                arrival=arrival,
+                level=level,
+                text=text,
+                output_tokens=length,
+                tenant=tenants[index],
+                history=history,
+            )
+        )
     return Workload(config, tuple(requests), description)
 
 
@@ -261,12 +284,14 @@ def write_history(size: Size, newest: int, rng: np.random.Generator) -> str:
     the same text."""
     import numpy as np
 
-    turns, written = [], newest
+    turns = []
+    written = newest
     for block in size.blocks[: size.prompt // BLOCK_TOKENS]:
         turns.append(_write_turn(BLOCK_TOKENS, np.random.default_rng(block)))
         written += BLOCK_TOKENS
-    while (left := size.prompt - written) >= _SHORTEST_TURN:
-        tokens = min(left, int(rng.integers(_SHORTEST_TURN, _LONGEST_TURN)))
+    while size.prompt - written >= _SHORTEST_TURN:
+        drawn = int(rng.integers(_SHORTEST_TURN, _LONGEST_TURN))
+        tokens = min(size.prompt - written, drawn)
         turns.append(_write_turn(tokens, rng))
         written += tokens
     return "".join([*turns, "user: "]) if turns else ""
