@@ -78,11 +78,11 @@ class Agreement:
         return self.simulated.tokens_per_second / self.device.tokens_per_second - 1.0
 
     def _errors(self, metric: Callable[[Latencies], float]) -> dict[str, float]:
-        found, levels = self.simulated.levels, self.device.levels
-        return {
-            name: metric(found[name]) / metric(level) - 1.0 if name in found else float("nan")
-            for name, level in levels.items()
-        }
+        errors = {}
+        for name, level in self.device.levels.items():
+            simulated = self.simulated.levels.get(name)
+            errors[name] = metric(simulated) / metric(level) - 1.0 if simulated else float("nan")
+        return errors
 
 
 def agreement(load: Sequence[LoadRequest], config: EngineConfig) -> Agreement:
@@ -98,12 +98,12 @@ def agreement(load: Sequence[LoadRequest], config: EngineConfig) -> Agreement:
 
 def device_figures_of(engine: VirtualEngine) -> Figures:
     """The figures of an engine that has served its load."""
-    answered = [one for one in engine.records.values() if one.reason == _ANSWERED]
+    answered = [record for record in engine.records.values() if record.reason == _ANSWERED]
     return Figures(
-        _levels((_level(one), one.ttft, one.latency) for one in answered),
-        len(engine.steps),
-        sum(step.busy for step in engine.steps),
-        sum(len(one.tokens) for one in answered),
+        levels=_levels((_level(record), record.ttft, record.latency) for record in answered),
+        steps=len(engine.steps),
+        busy=sum(step.busy for step in engine.steps),
+        tokens=sum(len(record.tokens) for record in answered),
     )
 
 
@@ -132,36 +132,48 @@ def scenario_of(engine: VirtualEngine) -> Scenario:
 def simulate_load(load: Sequence[LoadRequest], scenario: Scenario, limit: int) -> Simulation:
     """Run a load in the simulator. `limit`: `max_tokens` of all requests."""
     engine = scenario.settings.engine
-    requests = [
-        SimRequest(
-            *(index, one.arrival, _level(one), len(one.prompt), one.answer),
-            hint=one.level,
-            limit=limit,
-            blocks=tuple(_block_hashes(one, engine.block_size)) if engine.prefix_caching else (),
+    requests = []
+    for index, sent in enumerate(load):
+        blocks: tuple[int, ...] = ()
+        if engine.prefix_caching:
+            blocks = tuple(_block_hashes(sent, engine.block_size))
+        requests.append(
+            SimRequest(
+                index=index,
+                arrival=sent.arrival,
+                level=_level(sent),
+                prompt_tokens=len(sent.prompt),
+                output_tokens=sent.answer,
+                hint=sent.level,
+                limit=limit,
+                blocks=blocks,
+            )
         )
-        for index, one in enumerate(load)
-    ]
-    rows = [(one.arrival, one.level, one.prompt_tokens, one.output_tokens) for one in requests]
-    arrivals, levels, prompts, outputs = map(np.array, zip(*rows, strict=True))
-    workload = Workload(arrivals, levels, prompts, outputs, recorded=requests)
+    workload = Workload(
+        arrivals=np.array([request.arrival for request in requests]),
+        levels=np.array([request.level for request in requests]),
+        prompts=np.array([request.prompt_tokens for request in requests]),
+        outputs=np.array([request.output_tokens for request in requests]),
+        recorded=requests,
+    )
     unread = Predictions([None] * len(requests), LengthBuckets((), (1.0,)))
     return simulate(scenario, _NAME, given=(workload, unread))
 
 
-def _level(one: LoadRequest | Record) -> int:
-    if one.level is None:
-        raise ValueError(f"request {one.name} states no level")
-    return one.level
+def _level(request: LoadRequest | Record) -> int:
+    if request.level is None:
+        raise ValueError(f"request {request.name} states no level")
+    return request.level
 
 
-def _block_hashes(one: LoadRequest, size: int) -> Iterator[int]:
+def _block_hashes(request: LoadRequest, size: int) -> Iterator[int]:
     """A number for each whole block of a request and its answer, the same where all tokens up to
     its end are. No two requests have the same answer."""
     state = blake2b(digest_size=8)
-    for end in range(size, len(one.prompt) + one.answer + 1, size):
-        state.update(repr(one.prompt[end - size : end]).encode())
-        if end > len(one.prompt):
-            state.update(one.name.encode())
+    for end in range(size, len(request.prompt) + request.answer + 1, size):
+        state.update(repr(request.prompt[end - size : end]).encode())
+        if end > len(request.prompt):
+            state.update(request.name.encode())
         yield int.from_bytes(state.digest(), "little")
 
 
@@ -179,10 +191,18 @@ def _simulated(simulation: Simulation) -> Figures:
 def _levels(answered: Iterable[tuple[int, float, float]]) -> dict[str, Latencies]:
     """From level, time to first token and latency of each request."""
     rows = sorted(answered)
-    groups = {str(at): [row for row in rows if row[0] == at] for at in {row[0] for row in rows}}
-    return {name: _latencies(group) for name, group in (*sorted(groups.items()), (ALL, rows))}
+    groups: dict[str, list[tuple[int, float, float]]] = {}
+    for row in rows:
+        groups.setdefault(str(row[0]), []).append(row)
+    groups = dict(sorted(groups.items()))
+    groups[ALL] = rows
+    return {name: _latencies(group) for name, group in groups.items()}
 
 
 def _latencies(rows: Sequence[tuple[int, float, float]]) -> Latencies:
-    _, first, latency = np.array(rows).T
-    return Latencies(len(rows), float(np.percentile(first, 99)), float(latency.mean()))
+    _, ttft, latency = np.array(rows).T
+    return Latencies(
+        count=len(rows),
+        ttft_p99=float(np.percentile(ttft, 99)),
+        e2e_mean=float(latency.mean()),
+    )

@@ -12,7 +12,9 @@ from vllm_semantic_sched.lab.bench.workload import ANSWER_FIELD
 
 _MASK = (1 << 64) - 1
 _RESERVED = 16  # token ids that no answer has: special tokens of most vocabularies
-_MEDIAN, _SIGMA = 250, 0.7  # of the lengths of answers for which none is given
+# Of the lengths of answers for which none is given, lognormal.
+_MEDIAN = 250  # tokens
+_SIGMA = 0.7
 
 
 def mix(value: int) -> int:
@@ -37,14 +39,17 @@ class Answer:
     def token(self, place: int, allowed: Sequence[int] | None = None) -> int:
         """The token at this place of the answer, from 0; `allowed`: those of a grammar."""
         if allowed is not None:
-            ends = place + 1 >= self.length and self.end_token in allowed
-            return self.end_token if ends else allowed[mix(self.seed + place) % len(allowed)]
+            if place + 1 >= self.length and self.end_token in allowed:
+                return self.end_token
+            return allowed[mix(self.seed + place) % len(allowed)]
         if place + 1 == self.length:
             return self.end_token
         choices = self.vocabulary - _RESERVED
         number = mix(self.seed + place)
-        while (token := _RESERVED + number % choices) in self.forbidden or token == self.end_token:
+        token = _RESERVED + number % choices
+        while token in self.forbidden or token == self.end_token:
             number += 1
+            token = _RESERVED + number % choices
         return token
 
     def draft(self, place: int, acceptance: float) -> int:
@@ -56,7 +61,9 @@ class Answer:
 
     def tokens(self, count: int | None = None) -> list[int]:
         """The first `count` tokens, or all."""
-        return [self.token(place) for place in range(self.length if count is None else count)]
+        if count is None:
+            count = self.length
+        return [self.token(place) for place in range(count)]
 
 
 def make_answer(

@@ -11,19 +11,26 @@ from vllm_semantic_sched.policy.profile.formula import Batch
 class Clock(Protocol):
     """Seconds."""
 
-    def now(self) -> float: ...
+    def now(self) -> float:
+        """Since any moment in the past."""
+        ...
 
-    def wait_until(self, moment: float) -> None: ...
+    def wait_until(self, moment: float) -> None:
+        """Return once `now` is that moment or later."""
+        ...
 
 
 class WallClock:
     """The real one; it sleeps."""
 
     def now(self) -> float:
+        """As `time.monotonic` has it."""
         return time.monotonic()
 
     def wait_until(self, moment: float) -> None:
-        if (seconds := moment - time.monotonic()) > 0:
+        """Sleep until then; no-op if that has passed."""
+        seconds = moment - time.monotonic()
+        if seconds > 0:
             time.sleep(seconds)
 
 
@@ -35,9 +42,11 @@ class VirtualClock:
         self.passed: Callable[[], None] | None = None
 
     def now(self) -> float:
+        """Since the start, and from its value on."""
         return self._now
 
     def wait_until(self, moment: float) -> None:
+        """Jump there, and call `passed`; no-op if that has passed."""
         if moment > self._now:
             self._now = moment
             if self.passed is not None:
@@ -92,5 +101,8 @@ class Timeline:
         free = max(now, self.steps_end)
         idle = free - self.steps_end if number > 1 else 0.0
         begin = self.next_begin(now)
-        self.steps_end, self._in_line = begin + seconds, 0.0
-        return StepTime(number, begin, self.steps_end, idle, begin - free, batch)
+        self.steps_end = begin + seconds
+        self._in_line = 0.0
+        return StepTime(
+            number, begin, end=self.steps_end, idle=idle, waited=begin - free, batch=batch
+        )

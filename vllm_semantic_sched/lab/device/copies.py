@@ -22,7 +22,8 @@ class EmulatedCopies(CopyBackend):
         self._tokens_per_block = groups[0].block_size / len(groups)
 
     def _copy(self, what: str, device: Blocks, host: Slots, beside: bool = False) -> HasEnded:
-        runner, clock = self._runner, self._runner.clock
+        runner = self._runner
+        clock = runner.clock
         tokens = round(len(device) * self._tokens_per_block)
         price = runner.profile.save if what == "save" else runner.profile.load
         seconds = price(tokens)
@@ -37,5 +38,6 @@ class EmulatedCopies(CopyBackend):
         return lambda: clock.now() >= end
 
     def drain(self) -> tuple[set[str], set[int]]:
+        """Wait for all copies first; see `CopyBackend`."""
         self._runner.clock.wait_until(self._runner.timeline.copies_end)
         return super().drain()

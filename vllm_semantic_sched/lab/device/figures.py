@@ -37,16 +37,17 @@ class DeviceFigures:
 
 def level_figures(records: Sequence[Record]) -> LevelFigures:
     """Figures of some requests, however many of them got their answers."""
-    ended = [one for one in records if one.ended is not None and one.tokens]
+    ended = [record for record in records if record.ended is not None and record.tokens]
     if not ended:
-        return LevelFigures(0, *[float("nan")] * 4)
-    first = sorted(one.ttft for one in ended)
+        nan = float("nan")
+        return LevelFigures(requests=0, ttft=nan, ttft_p99=nan, latency=nan, waiting=nan)
+    ttfts = sorted(record.ttft for record in ended)
     return LevelFigures(
-        len(ended),
-        statistics.fmean(first),
-        first[min(len(first) - 1, int(0.99 * len(first)))],
-        statistics.fmean(one.latency for one in ended),
-        statistics.fmean(one.latency / len(one.tokens) for one in ended),
+        requests=len(ended),
+        ttft=statistics.fmean(ttfts),
+        ttft_p99=ttfts[min(len(ttfts) - 1, int(0.99 * len(ttfts)))],
+        latency=statistics.fmean(record.latency for record in ended),
+        waiting=statistics.fmean(record.latency / len(record.tokens) for record in ended),
     )
 
 
@@ -60,12 +61,12 @@ def device_figures(
     busy = sum(step.busy for step in inside)
     idle = sum(step.idle for step in inside)
     return DeviceFigures(
-        sum(step.sampled for step in inside) / busy,
-        sum(step.batch.prefill_tokens for step in inside),
-        len(inside),
-        busy,
-        idle / (idle + busy),
-        statistics.fmean(step.batch.decodes for step in inside),
+        tokens=sum(step.sampled for step in inside) / busy,
+        prefill_tokens=sum(step.batch.prefill_tokens for step in inside),
+        steps=len(inside),
+        busy=busy,
+        idle=idle / (idle + busy),
+        batch=statistics.fmean(step.batch.decodes for step in inside),
     )
 
 
@@ -75,10 +76,10 @@ def capacity(load: Sequence[LoadRequest], config: EngineConfig) -> float:
     with VirtualEngine(config) as engine:
         engine.send(faster(load, 1e9))  # all at once
         engine.run()
-        full = max(one.batch.decodes for one in engine.steps)
-        taken = [one for one in engine.steps if one.batch.decodes > 0.8 * full]
+        full = max(step.batch.decodes for step in engine.steps)
+        taken = [step for step in engine.steps if step.batch.decodes > 0.8 * full]
         figures = device_figures(engine.steps, taken[0].end, taken[-1].end)
-    return figures.tokens / (sum(one.answer for one in load) / len(load))
+    return figures.tokens / (sum(request.answer for request in load) / len(load))
 
 
 class HoldCosts:
@@ -91,7 +92,8 @@ class HoldCosts:
         self._held: list[Any] = []
         self._charge = 0.0
         self._rows: list[tuple[float, float, float]] = []  # end of the step, charged, true
-        self._choose, self._finished = self._protection.choose, engine.runner.finished_step
+        self._choose = self._protection.choose
+        self._finished = engine.runner.finished_step
         self._protection.choose = self._chosen
         engine.runner.finished_step = self._step
 
@@ -107,15 +109,16 @@ class HoldCosts:
         return self._held
 
     def _step(self, time: StepTime) -> None:
-        held, self._held = self._held, []
-        if held:
-            self._rows.append((time.end, self._charge, self._loss(time.batch, held)))
+        if self._held:
+            self._rows.append((time.end, self._charge, self._loss(time.batch, self._held)))
+            self._held = []
         self._finished(time)
 
     def _loss(self, batch: Batch, held: Sequence[Any]) -> float:
         requests = self._engine.scheduler.requests
         profile: EngineProfile = self._engine.runner.profile
-        ran, count = batch.decodes, batch.decodes + len(held)
+        ran = batch.decodes
+        count = ran + len(held)
         tokens: int = sum(
             requests[job.request_id].num_computed_tokens
             for job in held

@@ -30,7 +30,8 @@ from vllm_semantic_sched.policy.live import check_live_change
 
 # Short, because a step costs as much for one token as for many: more requests, more cases.
 _EVEN = (1, 1, 1, 1, 1)
-_PROMPTS, _ANSWERS = Lengths(4.0, 0.9, 3, 280), Lengths(2.2, 0.8, 1, 60)
+_PROMPTS = Lengths(mu=4.0, sigma=0.9, least=3, most=280)
+_ANSWERS = Lengths(mu=2.2, sigma=0.8, least=1, most=60)
 _LONGEST = 384
 _POLICIES = ("ems", "fairness", "latency", "priority", "reserved", "shares", "sjf", "tiers")
 _CONNECTORS = ("none", "swap", "multi", "remote", "both")
@@ -62,19 +63,22 @@ class Case:
     def name(self) -> str:
         """The case in a line."""
         engine = self.engine
-        words = [f"case {self.number}: {engine.scheduler}"]
-        words += [engine.policy] if isinstance(engine.policy, str) else []
-        words += ["asynchronous" if engine.asynchronous else "synchronous", engine.shape]
-        words += [f"runner {engine.runner}"]
-        words += [f"{engine.seats} seats, {engine.blocks} blocks, budget {engine.budget}"]
-        words += ["prefix cache"] * engine.prefix_cache
-        words += [f"connector {self.connector}"] if self.connector != "none" else []
-        words += [f"{engine.drafts} drafts"] * bool(engine.drafts)
-        words += [f"{engine.adapters} adapters"] * bool(engine.adapters)
-        words += sorted({what for _, what in self.disturbances})
-        words += ["random holds"] * self.random_holds
-        words += ["clients leave"] * any(one.abort for one in self.load)
-        return ", ".join(words)
+        words = [
+            f"case {self.number}: {engine.scheduler}",
+            engine.policy if isinstance(engine.policy, str) else "",
+            "asynchronous" if engine.asynchronous else "synchronous",
+            engine.shape,
+            f"runner {engine.runner}",
+            f"{engine.seats} seats, {engine.blocks} blocks, budget {engine.budget}",
+            "prefix cache" if engine.prefix_cache else "",
+            f"connector {self.connector}" if self.connector != "none" else "",
+            f"{engine.drafts} drafts" if engine.drafts else "",
+            f"{engine.adapters} adapters" if engine.adapters else "",
+            *sorted({what for _, what in self.disturbances}),
+            "random holds" if self.random_holds else "",
+            "clients leave" if any(request.abort for request in self.load) else "",
+        ]
+        return ", ".join(filter(None, words))
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,8 @@ def draw_case(number: int, requests: int = 100, schedulers: tuple[str, ...] = ()
     chance = random.Random(number)
     ours = ("semantic", "semantic", "semantic", "fcfs", "priority")
     scheduler = chance.choice(schedulers or ours)
-    connector = chance.choice(_CONNECTORS if scheduler == "semantic" else ("none", "remote"))
+    connectors = _CONNECTORS if scheduler == "semantic" else ("none", "remote")
+    connector = chance.choice(connectors)
     shape = chance.choice(_SHAPES)
     if shape == _HYBRID and connector in ("remote", "both"):
         connector = "none"  # ours has no Mamba states elsewhere
@@ -106,7 +111,8 @@ def draw_case(number: int, requests: int = 100, schedulers: tuple[str, ...] = ()
     room = _BLOCKS.get(shape, _DENSE)
     if connector in ("remote", "both") and shape == "sliding-8b":
         room += 300  # loads that fill the pool may wait for each other: see test_stock_faults.py
-    seats, drafts = chance.choice((2, 8, 16, 32)), chance.choice((0, 0, 0, 1, 3))
+    seats = chance.choice((2, 8, 16, 32))
+    drafts = chance.choice((0, 0, 0, 1, 3))
     engine = EngineConfig(
         scheduler=scheduler,
         policy=_policy(chance, connector in ("swap", "multi", "both")),
@@ -132,12 +138,21 @@ def draw_case(number: int, requests: int = 100, schedulers: tuple[str, ...] = ()
     )
     shared = chance.choice((0, 2)) if prefix_cache else 0
     rate = chance.choice((20.0, 100.0, 500.0))
-    config = LoadConfig(requests, rate, number, _EVEN, _PROMPTS, _ANSWERS)
-    load = draw_load(replace(config, prefixes=shared, prefix_tokens=40))
+    config = LoadConfig(
+        requests=requests,
+        rate=rate,
+        seed=number,
+        mix=_EVEN,
+        prompts=_PROMPTS,
+        answers=_ANSWERS,
+        prefixes=shared,
+        prefix_tokens=40,
+    )
+    load = draw_load(config)
     if chance.random() < 0.5:
-        load = [_leaving(one, chance) if chance.random() < 0.2 else one for one in load]
+        load = [_leaving(request, chance) if chance.random() < 0.2 else request for request in load]
     if engine.adapters:
-        load = [replace(one, adapter=chance.choice((0, 1, 2, 3))) for one in load]
+        load = [replace(request, adapter=chance.choice((0, 1, 2, 3))) for request in load]
     kinds = [what for what in _DISTURBANCES if chance.random() < 0.3]
     last = load[-1].arrival + 0.5
     disturbances = [(chance.uniform(0, last), what) for what in kinds for _ in range(3)]
@@ -156,10 +171,12 @@ def run_case(case: Case) -> Outcome:
             engine.at(moment, _disturb(engine, what))
         engine.run()
         _look_around(engine, case)
-        left = sum(one.reason == "left" for one in engine.records.values())
         outcome = Outcome(
-            *(len(case.load), len(engine.steps), left, engine.runner.accepted),
-            engine.runner.timeline.copies_end > 0,
+            requests=len(case.load),
+            steps=len(engine.steps),
+            left=sum(record.reason == "left" for record in engine.records.values()),
+            accepted=engine.runner.accepted,
+            copied=engine.runner.timeline.copies_end > 0,
         )
         if case.engine.scheduler != "semantic":
             return outcome
@@ -221,8 +238,8 @@ def _connector(kind: str, shape: str, chance: random.Random) -> dict[str, Any] |
     }
 
 
-def _leaving(one: LoadRequest, chance: random.Random) -> LoadRequest:
-    return replace(one, abort=one.arrival + chance.expovariate(5.0))
+def _leaving(request: LoadRequest, chance: random.Random) -> LoadRequest:
+    return replace(request, abort=request.arrival + chance.expovariate(5.0))
 
 
 def _hold_at_random(protection: Any, chance: random.Random) -> None:
@@ -263,7 +280,8 @@ def _reload(engine: VirtualEngine) -> None:
     """Another policy comes into force, as after a reload, unless it needs a restart."""
     if engine.config.scheduler != "semantic":
         return
-    chance, given = random.Random(engine.runner.number), engine.config.policy
+    chance = random.Random(engine.runner.number)
+    given = engine.config.policy
     data = dict(given) if isinstance(given, dict) else read_config(given, kind="policy")[0]
     data |= _drawn_policy(chance, swap=True) | {"predictor": {"enabled": False}}
     core = engine.scheduler.core
@@ -286,9 +304,9 @@ _DISTURBANCES: dict[str, Callable[[VirtualEngine], None]] = {
 
 def _look_around(engine: VirtualEngine, case: Case) -> None:
     """Nothing may be left once all requests have ended."""
-    for one in engine.records.values():
-        if one.ended is None:
-            raise DeviceError("was lost", one.name, engine.runner.number)
+    for record in engine.records.values():
+        if record.ended is None:
+            raise DeviceError("was lost", record.name, engine.runner.number)
     pool = engine.scheduler.kv_cache_manager.block_pool
     kept = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
     if kept:
@@ -307,13 +325,13 @@ def _look_around(engine: VirtualEngine, case: Case) -> None:
         raise DeviceError(f"errors of the policy were caught: {errors}")
 
 
-def run_cases(first: int, requests: int, each: int, done: set[int]) -> Iterator[dict[str, Any]]:
-    """Run cases of `each` requests up to so many in all, without those that are done; what became
-    of each: `number`, `case`, and `outcome` or `error`."""
-    for number in range(first, first + -(-requests // each)):
+def run_cases(first: int, requests: int, per_case: int, done: set[int]) -> Iterator[dict[str, Any]]:
+    """Run cases of `per_case` requests up to so many in all, without those that are done; what
+    became of each: `number`, `case`, and `outcome` or `error`."""
+    for number in range(first, first + -(-requests // per_case)):
         if number in done:
             continue
-        case = draw_case(number, each)
+        case = draw_case(number, per_case)
         row: dict[str, Any] = {"number": number, "case": case.name}
         try:
             yield row | {"outcome": asdict(run_case(case))}
@@ -332,9 +350,12 @@ def main() -> None:
     args = parser.parse_args()
     lines = args.log.read_text().splitlines() if args.log and args.log.exists() else []
     done = {row["number"] for row in map(json.loads, lines) if "error" not in row}
-    begin, ran, failed = time.process_time(), 0, 0
+    begin = time.process_time()
+    ran = 0
+    failed = 0
     for row in run_cases(args.first, args.requests, args.each, done):
-        ran, failed = ran + 1, failed + ("error" in row)
+        ran += 1
+        failed += "error" in row
         print(f"{row['case']}: {row.get('outcome') or 'FAILED: ' + row['error']}", flush=True)
         if args.log:
             with args.log.open("a") as log:

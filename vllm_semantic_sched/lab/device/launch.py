@@ -31,12 +31,10 @@ def keep_scheduling_mode() -> None:
         return
 
     def check_and_update_config(cls: type, vllm_config: Any) -> None:
-        chosen = [
-            (section, name, getattr(section, name))
-            for part, names in _KEPT.items()
-            for section in (getattr(vllm_config, part),)
-            for name in names
-        ]
+        chosen = []
+        for part, names in _KEPT.items():
+            section = getattr(vllm_config, part)
+            chosen += [(section, name, getattr(section, name)) for name in names]
         change(vllm_config)
         for section, name, value in chosen:
             setattr(section, name, value)

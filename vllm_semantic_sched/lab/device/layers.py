@@ -44,11 +44,16 @@ def exported_states(
     from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 
     assert cache.hash_block_size and cache.cache_hit_alignment_tokens
-    hashed, aligned = cache.hash_block_size, cache.cache_hit_alignment_tokens
+    hashed = cache.hash_block_size
+    aligned = cache.cache_hit_alignment_tokens
 
     def exported(start: int, end: int) -> tuple[int, int] | None:
-        (offset,), (column,) = compute_mamba_prefill_checkpoints(
-            *([end], [end - start], hashed, spec.block_size, spec.prefill_checkpoint_alignment),
+        [offset], [column] = compute_mamba_prefill_checkpoints(
+            [end],
+            [end - start],
+            hashed,
+            spec.block_size,
+            spec.prefill_checkpoint_alignment,
             drop_eagle_block=False,
             cache_hit_alignment_tokens=aligned,
         )
@@ -77,7 +82,8 @@ def _spec(kind: str, config: VllmConfig) -> KVCacheSpec:
 
 def _state(config: VllmConfig) -> MambaSpec:
     """As a Mamba 2 layer: it can also write the state in the middle of a prompt."""
-    model, cache = config.model_config, config.cache_config
+    model = config.model_config
+    cache = config.cache_config
     layers, _ = ModelRegistry.resolve_model_cls(model.architecture, model_config=model)
     assert cache.mamba_block_size is not None
     return MambaSpec(

@@ -93,7 +93,8 @@ def draw_load(config: LoadConfig) -> list[LoadRequest]:
     shared = [
         tuple(chance.choices(_TOKENS, k=config.prefix_tokens)) for _ in range(config.prefixes)
     ]
-    now, requests = 0.0, []
+    now = 0.0
+    requests = []
     for index in range(config.requests):
         now += chance.expovariate(config.rate)
         level = chance.choices(range(len(config.mix)), config.mix)[0]
@@ -107,4 +108,4 @@ def draw_load(config: LoadConfig) -> list[LoadRequest]:
 
 def faster(load: Sequence[LoadRequest], factor: float) -> list[LoadRequest]:
     """The same requests, sent at so many times the rate."""
-    return [replace(one, arrival=one.arrival / factor) for one in load]
+    return [replace(request, arrival=request.arrival / factor) for request in load]

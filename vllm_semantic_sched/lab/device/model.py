@@ -103,7 +103,10 @@ _EMBEDDING: dict[str, Any] = {
 }
 # Images of up to 1,456 by 1,456 pixels: 169 tokens for each tile of 364 by 364, and for the whole.
 _IMAGE_TOKENS = (
-    *("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"),
+    "<fake_token_around_image>",
+    "<image>",
+    "<end_of_utterance>",
+    "<global-img>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
 )
 _IDEFICS3: dict[str, Any] = {

@@ -101,19 +101,20 @@ class RemoteKV(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        settings, name = self.settings, request.request_id
+        settings = self.settings
+        name = request.request_id
         asked = self._asked.get(name, 0)
         if asked < int(_draw(request, 1) * (settings.lookups + 1)):
             self._asked[name] = asked + 1
             return None, False
         if request.mm_features or _draw(request, 2) >= settings.found:
             return 0, False
-        found = int(_draw(request, 3) * 1.3 * request.num_prompt_tokens)
+        tokens = int(_draw(request, 3) * 1.3 * request.num_prompt_tokens)
         # All of a prompt, or whole blocks of it.
-        found -= found % self._block_size
-        found = min(found, request.num_prompt_tokens - (not settings.whole))
+        tokens -= tokens % self._block_size
+        tokens = min(tokens, request.num_prompt_tokens - (not settings.whole))
         self._start[name] = num_computed_tokens
-        more = max(0, found - num_computed_tokens)
+        more = max(0, tokens - num_computed_tokens)
         return more, more > 0
 
     def update_state_after_alloc(
@@ -128,7 +129,8 @@ class RemoteKV(KVConnectorBase_V1, SupportsHMA):
             self._orders.loads.append(order)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
-        orders, self._orders = self._orders, Orders()
+        orders = self._orders
+        self._orders = Orders()
         return orders
 
     def request_finished(
@@ -167,13 +169,15 @@ class RemoteKV(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         now = self.runner.clock.now()
-        sent, loaded = _take_ended(self._sending, now), _take_ended(self._loading, now)
+        sent = _take_ended(self._sending, now)
+        loaded = _take_ended(self._loading, now)
         for name in loaded:
             self._invalid |= self._failing.pop(name, set())
         return sent, loaded
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        invalid, self._invalid = self._invalid, set()
+        invalid = self._invalid
+        self._invalid = set()
         return invalid
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
@@ -186,9 +190,9 @@ class RemoteKV(KVConnectorBase_V1, SupportsHMA):
         what = f"a load for {order.request}"
         blocks = list(self._contents(order))
         if order.fails:
-            # All from somewhere on.
-            blocks, failing = blocks[: len(blocks) // 2], blocks[len(blocks) // 2 :]
-            self._failing[order.request] = {block for block, _, _ in failing}
+            middle = len(blocks) // 2
+            self._failing[order.request] = {block for block, _, _ in blocks[middle:]}
+            blocks = blocks[:middle]
         for block, group, content in blocks:
             self.runner.sanitizer.fill(block, (group, content), begin, end, what, True)
         return end
@@ -217,8 +221,14 @@ class RemoteKV(KVConnectorBase_V1, SupportsHMA):
 
 
 def _order(request: Request, blocks: tuple[list[int], ...], start: int, end: int) -> Order:
-    adapter = request.lora_request.lora_int_id if request.lora_request else 0
-    return Order(request.request_id, list(request.all_token_ids[:end]), adapter, blocks, start, end)
+    return Order(
+        request=request.request_id,
+        tokens=list(request.all_token_ids[:end]),
+        adapter=request.lora_request.lora_int_id if request.lora_request else 0,
+        blocks=blocks,
+        start=start,
+        end=end,
+    )
 
 
 def _draw(request: Request, what: int) -> float:

@@ -1,6 +1,7 @@
 """Executes vLLM's steps on the emulated device: what a model runner would have computed, and when
 it would have been ready."""
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -61,6 +62,7 @@ class Running:
 
     @property
     def name(self) -> str:
+        """Its id at the scheduler."""
         return self.table.request
 
 
@@ -94,7 +96,10 @@ class Runner:
         clock: Clock,
         settings: DeviceSettings,
     ) -> None:
-        self.profile, self.limits, self.clock, self.settings = profile, limits, clock, settings
+        self.profile = profile
+        self.limits = limits
+        self.clock = clock
+        self.settings = settings
         self.sanitizer = Sanitizer(groups, blocks)
         self.timeline = Timeline()
         self.finished_step: Callable[[StepTime], None] = lambda time: None
@@ -128,7 +133,8 @@ class Runner:
         self.number += 1
         self.sanitizer.step = self.number
         for name in output.finished_req_ids:
-            if (ended := self.requests.pop(name, None)) is not None:
+            ended = self.requests.pop(name, None)
+            if ended is not None:
                 self.sanitizer.drop(ended.table)
         self.encoded.difference_update(output.free_encoder_mm_hashes)
         for new in output.scheduled_new_reqs:
@@ -147,7 +153,8 @@ class Runner:
         cached = output.scheduled_cached_reqs
         starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         starts |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        given, drafts = output.scheduled_spec_decode_tokens, dict[str, list[int]]()
+        given = output.scheduled_spec_decode_tokens
+        drafts: dict[str, list[int]] = {}
         batch = Batch()
         sampling = []
         for name, count in output.num_scheduled_tokens.items():
@@ -166,7 +173,8 @@ class Runner:
     def sample(self, grammar: GrammarOutput | None) -> tuple[list[str], list[list[int]], StepTime]:
         """The requests of the step that was submitted, the tokens of each (or the numbers of its
         vector), and its time."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is None:
             raise DeviceError("no step was submitted")
         masks = self._masks(grammar, pending)
@@ -174,46 +182,49 @@ class Runner:
             [] if request is None else self._sample(request, pending, masks)
             for request in pending.sampling
         ]
-        self._drafted = [one for one in pending.sampling if one is not None]
-        if not any(one.pooled for one in self._drafted):
+        self._drafted = [request for request in pending.sampling if request is not None]
+        if not any(request.pooled for request in self._drafted):
             pending.time.sampled = sum(map(len, tokens))
         self.finished_step(pending.time)
         return pending.order, tokens, pending.time
 
     def take_drafts(self) -> tuple[list[str], list[list[int]]]:
         """The requests of the last step, and what was drafted for each."""
-        return [one.name for one in self._drafted], [list(one.drafts) for one in self._drafted]
+        names = [request.name for request in self._drafted]
+        return names, [list(request.drafts) for request in self._drafted]
 
     # A request of a step
 
     def _admit(self, new: NewRequestData) -> None:
-        name, prompt = new.req_id, new.prompt_token_ids
+        name = new.req_id
+        prompt = new.prompt_token_ids
         if prompt is None:
             raise DeviceError("has no token ids; the device cannot embed", name, self.number)
-        if (known := self.requests.pop(name, None)) is not None:  # a session goes on
+        known = self.requests.pop(name, None)
+        if known is not None:  # a session goes on
             self.sanitizer.drop(known.table)
         tokens = list(new.prefill_token_ids or prompt)
-        images = [
-            (at.offset, at.offset + at.length, feature.identifier)
-            for feature in new.mm_features
-            for at in (feature.mm_position,)
-        ]
+        images = []
+        for feature in new.mm_features:
+            place = feature.mm_position
+            images.append((place.offset, place.offset + place.length, feature.identifier))
         adapter = new.lora_request.lora_int_id if new.lora_request else 0
         hashes = {first: hash_of(key) for first, _, key in images}
         chain = Chain(tokens, adapter, hashes)
         params = new.sampling_params or new.pooling_params
         if params is None:
             raise DeviceError("neither samples nor pools", name, self.number)
+        structured = isinstance(params, SamplingParams) and params.structured_outputs is not None
         self.requests[name] = Running(
-            tokens,
-            len(prompt),
-            chain,
-            self.sanitizer.table(name, chain, new.block_ids),
-            self.answer(prompt, params),
-            isinstance(params, PoolingParams),
-            adapter,
-            images,
-            isinstance(params, SamplingParams) and params.structured_outputs is not None,
+            tokens=tokens,
+            prompt=len(prompt),
+            chain=chain,
+            table=self.sanitizer.table(name, chain, new.block_ids),
+            answer=self.answer(prompt, params),
+            pooled=isinstance(params, PoolingParams),
+            adapter=adapter,
+            images=images,
+            structured=structured,
         )
 
     def answer(self, prompt: list[int], params: SamplingParams | PoolingParams) -> Answer:
@@ -223,7 +234,9 @@ class Runner:
             width = {ANSWER_FIELD: [limits.vector, limits.end_token]} | (params.extra_kwargs or {})
             return make_answer(prompt, limits.vocabulary, limits.end_token, extra_args=width)
         return make_answer(
-            *(prompt, limits.vocabulary, limits.end_token),
+            prompt,
+            limits.vocabulary,
+            limits.end_token,
             extra_args=params.extra_args,
             stop_tokens=params.all_stop_token_ids,
             min_tokens=params.min_tokens,
@@ -259,7 +272,8 @@ class Runner:
         -1 for those that only the device knows, or that a grammar forbids."""
         if not given:
             return []
-        known, count = len(request.tokens), len(given)
+        known = len(request.tokens)
+        count = len(given)
         drafts = (request.drafts + [-1] * count)[:count]
         if count > self.limits.drafts:
             problem = f"verifies {count} drafts, over {self.limits.drafts}"
@@ -275,7 +289,8 @@ class Runner:
         self, request: Running, pending: Pending, masks: dict[str, list[list[int]]]
     ) -> list[int]:
         """The drafts of a request that are right, and the token after them."""
-        answer, drafts = request.answer, pending.drafts[request.name]
+        answer = request.answer
+        drafts = pending.drafts[request.name]
         if request.pooled:
             return answer.tokens()
         known = len(request.tokens) - len(drafts)
@@ -285,13 +300,13 @@ class Runner:
             request.unmasked = known
         tokens = []
         for place in range(len(drafts) + 1):
-            token = answer.token(
-                known - request.prompt + place, None if allowed is None else allowed[place]
-            )
+            allowed_here = None if allowed is None else allowed[place]
+            token = answer.token(known - request.prompt + place, allowed_here)
             tokens.append(token)
             if place < len(drafts) and drafts[place] != token:
                 break
-        request.sampled, request.rejected = self.number, len(drafts) + 1 - len(tokens)
+        request.sampled = self.number
+        request.rejected = len(drafts) + 1 - len(tokens)
         self.accepted += len(tokens) - 1
         request.tokens += tokens
         self.sanitizer.forget(request.table, len(request.tokens) - 1)
@@ -346,7 +361,8 @@ class Runner:
     # Checks of the step
 
     def _check_limits(self, output: SchedulerOutput) -> None:
-        counts, limits = output.num_scheduled_tokens, self.limits
+        counts = output.num_scheduled_tokens
+        limits = self.limits
         total = sum(counts.values())
         adapters = {self.requests[name].adapter for name in counts if name in self.requests} - {0}
         problems = (
@@ -380,7 +396,8 @@ class Runner:
         """Encode images; the seconds that it takes."""
         tokens = 0
         for name, indices in inputs.items():
-            for first, after, key in (self.requests[name].images[index] for index in indices):
+            for index in indices:
+                first, after, key = self.requests[name].images[index]
                 self.encoded.add(key)
                 tokens += after - first
         return tokens * self.settings.image_token_seconds
@@ -388,7 +405,11 @@ class Runner:
     def _masks(self, grammar: GrammarOutput | None, pending: Pending) -> dict[str, list[list[int]]]:
         """Tokens that the grammars allow, by request: at the place of each draft, and after it. One
         that has ended at the scheduler, which the device does not know yet, has none."""
-        structured = {one.name for one in pending.sampling if one is not None and one.structured}
+        structured = {
+            request.name
+            for request in pending.sampling
+            if request is not None and request.structured
+        }
         named = [] if grammar is None else grammar.structured_output_request_ids
         for name in named:
             if name not in structured:
@@ -405,11 +426,12 @@ class Runner:
         for name, count in zip(named, right, strict=True):
             drafts = pending.drafts[name]
             drafts[count:] = [-1] * len(drafts[count:])
-        rows, size = iter(masks), self.limits.vocabulary
-        return {
-            name: [allowed_tokens(next(rows), size) for _ in range(count)]
-            for name, count in zip(named, counts, strict=True)
-        }
+        rows = iter(masks)
+        allowed = {}
+        for name, count in zip(named, counts, strict=True):
+            own_rows = itertools.islice(rows, count)
+            allowed[name] = [allowed_tokens(row, self.limits.vocabulary) for row in own_rows]
+        return allowed
 
 
 def hash_of(text: str) -> int:

@@ -43,9 +43,14 @@ class DeviceError(RuntimeError):
             for name, value in (("step", step), ("request", request), ("block", block))
             if value is not None
         ]
-        last = f" (last written by {', '.join(owners) or 'nobody'})" if block is not None else ""
+        last = ""
+        if block is not None:
+            last = f" (last written by {', '.join(owners) or 'nobody'})"
         super().__init__(f"{', '.join(place)}: {problem}{last}")
-        self.request, self.step, self.block, self.owners = request, step, block, tuple(owners)
+        self.request = request
+        self.step = step
+        self.block = block
+        self.owners = tuple(owners)
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,8 @@ class Chain:
     ) -> None:
         self.tokens = tokens  # the request's own list, which grows
         self.hashes: list[int] = []
-        self._salt, self._images = salt, images or {}
+        self._salt = salt
+        self._images = images or {}
 
     def upto(self, end: int) -> list[int]:
         """The hashes of at least the first `end` tokens."""
@@ -124,7 +130,8 @@ class Sanitizer:
     """The contents of the device's blocks and of the host's slots. Raises DeviceError."""
 
     def __init__(self, groups: Sequence[Group], blocks: int) -> None:
-        self.groups, self.total = list(groups), blocks
+        self.groups = list(groups)
+        self.total = blocks
         self.step = 0
         self._begin = 0.0
         self._blocks: dict[int, _Block] = {}
@@ -164,11 +171,10 @@ class Sanitizer:
 
     def begin_step(self, number: int, begin: float) -> None:
         """A step that begins at that second; the calls that follow belong to it."""
-        self.step, self._begin = number, begin
+        self.step = number
+        self._begin = begin
         self._written.clear()
-        while self._arriving and self._arriving[0][0].end <= begin:
-            copy, block, content = self._arriving.popleft()
-            self._put(block, content, copy.what)
+        self._settle(begin)
 
     def compute(self, table: Table, start: int, end: int) -> None:
         """A request reads the KV of its tokens before `start` and writes those up to `end`."""
@@ -190,15 +196,15 @@ class Sanitizer:
     def clear(self, blocks: Iterable[int]) -> None:
         """The step zeroes these blocks first."""
         for block in blocks:
-            found = self._block(block)
-            self._free_of_copies(found, block, "zeroes", None)
-            found.slots = [None] * len(found.slots)
+            entry = self._block(block)
+            self._free_of_copies(entry, block, "zeroes", None)
+            entry.slots = [None] * len(entry.slots)
 
     def duplicate(self, source: int, target: int) -> None:
         """The step copies a block within the device first (copy on write)."""
-        found = self._block(source)
+        entry = self._block(source)
         self._free_of_copies(self._block(target), target, "copies over", None)
-        self._put(target, (found.group, list(found.slots)), f"a copy of block {source}")
+        self._put(target, (entry.group, list(entry.slots)), f"a copy of block {source}")
 
     # Copies between device and host, in the order of the device's copy queue
 
@@ -206,10 +212,10 @@ class Sanitizer:
         self, block: int, slot: int, begin: float, end: float, what: str, beside: bool
     ) -> None:
         """Copy a block to a slot of the host."""
-        found = self._source(block, begin, what)
-        self._host[slot] = found.group, list(found.slots)
+        entry = self._source(block, begin, what)
+        self._host[slot] = (entry.group, list(entry.slots))
         if beside:
-            found.saving = Copy(what, begin, end)
+            entry.saving = Copy(what, begin, end)
 
     def copy_in(
         self, block: int, slot: int, begin: float, end: float, what: str, beside: bool
@@ -223,25 +229,26 @@ class Sanitizer:
         self, block: int, content: Content, begin: float, end: float, what: str, beside: bool
     ) -> None:
         """Copy that content to a block, from wherever it is."""
-        found = self._block(block)
-        if found.saving is not None and found.saving.end > begin:
-            raise self._error(f"{what} overwrites what {found.saving.what} copies", None, block)
+        entry = self._block(block)
+        if entry.saving is not None and entry.saving.end > begin:
+            raise self._error(f"{what} overwrites what {entry.saving.what} copies", None, block)
         if beside:
-            found.loading = copy = Copy(what, begin, end)
-            self._arriving.append((copy, block, content))
+            entry.loading = Copy(what, begin, end)
+            self._arriving.append((entry.loading, block, content))
         else:
             self._put(block, content, what)
 
     def send(self, block: int, content: Content, begin: float, end: float, what: str) -> None:
         """Copy a block away beside the steps, as somebody will use it for that content; None there:
         of no use."""
-        found = self._source(block, begin, what)
-        wanted, group = content[1], content[0]
-        if found.group != group or any(
-            slot is not None and slot != has for slot, has in zip(wanted, found.slots, strict=True)
-        ):
+        entry = self._source(block, begin, what)
+        group, wanted = content
+        differs = any(
+            slot is not None and slot != has for slot, has in zip(wanted, entry.slots, strict=True)
+        )
+        if entry.group != group or differs:
             raise self._error(f"{what} reads the KV of other tokens", None, block)
-        found.saving = Copy(what, begin, end)
+        entry.saving = Copy(what, begin, end)
 
     def owners(self, block: int) -> tuple[str, ...]:
         """The last three that wrote into a block."""
@@ -251,13 +258,13 @@ class Sanitizer:
 
     def _source(self, block: int, begin: float, what: str) -> _Block:
         """A block that a copy reads which begins then."""
-        found = self._block(block)
-        if found.loading is not None and found.loading.end > begin:
+        entry = self._block(block)
+        if entry.loading is not None and entry.loading.end > begin:
             raise self._error(
-                f"{what} reads a block before {found.loading.what} has filled it", None, block
+                f"{what} reads a block before {entry.loading.what} has filled it", None, block
             )
         self._settle(begin)
-        return found
+        return entry
 
     def _settle(self, moment: float) -> None:
         """Put down what has arrived by then."""
@@ -273,13 +280,16 @@ class Sanitizer:
 
     def _put(self, number: int, content: Content, owner: str) -> None:
         block = self._block(number)
-        block.group, block.slots = content[0], list(content[1])
+        group, slots = content
+        block.group = group
+        block.slots = list(slots)
         block.owners.append(owner)
         for reader in block.readers:
             reader.stale = True
 
     def _room(self, table: Table, group: int, end: int) -> None:
-        blocks, size = table.blocks[group], self.groups[group].block_size
+        blocks = table.blocks[group]
+        size = self.groups[group].block_size
         if end > len(blocks) * size:
             raise self._error(
                 f"computes {end} tokens with {len(blocks)} blocks of {size}", table.request
@@ -291,31 +301,37 @@ class Sanitizer:
         first = checked if window is None else max(checked, start - window + 1)
         if first >= start:
             return
-        size, hashes = self.groups[group].block_size, table.chain.upto(start)
+        size = self.groups[group].block_size
+        hashes = table.chain.upto(start)
         for place in range(first // size, -(-start // size)):
-            low, high = max(first, place * size), min(start, (place + 1) * size)
+            begin = place * size
+            low = max(first, begin)
+            high = min(start, begin + size)
             number = table.blocks[group][place]
             if number == NULL_BLOCK:
                 raise self._error(f"has no KV for tokens {low} to {high}", table.request)
-            block, at = self._block(number), place * size
+            block = self._block(number)
             self._arrived(block, number, table.request)
-            found = block.slots[low - at : high - at]
-            if found != hashes[low:high] or block.group != group:
-                what = "nothing was" if None in found else "the KV of other tokens was"
+            slots = block.slots[low - begin : high - begin]
+            if slots != hashes[low:high] or block.group != group:
+                what = "nothing was" if None in slots else "the KV of other tokens was"
                 raise self._error(
                     f"reads tokens {low} to {high} where {what} written", table.request, number
                 )
         table.checked[group] = start
 
     def _write(self, table: Table, group: int, start: int, end: int) -> None:
-        size, hashes = self.groups[group].block_size, table.chain.upto(end)
+        size = self.groups[group].block_size
+        hashes = table.chain.upto(end)
         for place in range(start // size, -(-end // size)):
-            number, at = table.blocks[group][place], place * size
+            begin = place * size
+            low = max(start, begin)
+            high = min(end, begin + size)
+            number = table.blocks[group][place]
             if number == NULL_BLOCK:
-                raise self._error(f"has no block for token {max(start, at)}", table.request)
+                raise self._error(f"has no block for token {low}", table.request)
             block = self._open(table, group, number, size)
-            low, high = max(start, at), min(end, at + size)
-            block.slots[low - at : high - at] = hashes[low:high]
+            block.slots[low - begin : high - begin] = hashes[low:high]
         table.checked[group] = end
 
     def _advance(self, table: Table, group: int, start: int, end: int) -> None:
@@ -323,8 +339,10 @@ class Sanitizer:
         if start:
             self._read_state(table, group, start)
         exported = self.groups[group].exported(start, end)
-        if exported is not None and table.blocks[group][exported[1]] != NULL_BLOCK:
-            self._write_state(table, group, *exported)  # to nowhere if it has no block
+        if exported is not None:
+            after, place = exported
+            if table.blocks[group][place] != NULL_BLOCK:  # else it is written to nowhere
+                self._write_state(table, group, after, place)
         self._write_state(table, group, end, (end - 1) // self.groups[group].block_size)
 
     def _read_state(self, table: Table, group: int, after: int) -> None:
@@ -351,13 +369,14 @@ class Sanitizer:
         block = self._block(number)
         self._arrived(block, number, table.request)
         self._free_of_copies(block, number, "writes", table.request)
-        other = self._written.setdefault(number, table.request)
-        if other != table.request:
+        writer = self._written.setdefault(number, table.request)
+        if writer != table.request:
             raise self._error(
-                f"writes a block that {other} writes in the same step", table.request, number
+                f"writes a block that {writer} writes in the same step", table.request, number
             )
         if block.group != group or len(block.slots) != size:
-            block.group, block.slots = group, [None] * size
+            block.group = group
+            block.slots = [None] * size
         if not block.owners or block.owners[-1].split(" in step ")[0] != table.request:
             block.owners.append(f"{table.request} in step {self.step}")
         if len(block.readers) > 1:

@@ -1,11 +1,13 @@
 """vLLM's engine core in this process, on an emulated device with a virtual clock: 600 requests in
 seconds, and the same result every time."""
 
+import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -163,6 +165,7 @@ class VirtualEngine:
 
     @property
     def scheduler(self) -> Any:
+        """vLLM's, which may be ours."""
         return self.core.scheduler
 
     # What happens when
@@ -174,28 +177,32 @@ class VirtualEngine:
 
     def send(self, load: Sequence[LoadRequest]) -> None:
         """Send requests at their time."""
-        for one in load:
-            self.at(one.arrival, lambda one=one: self.add(one))  # type: ignore[misc]
-            if one.abort is not None:
-                self.abort(one.abort, one.name)
+        for request in load:
+            self.at(request.arrival, partial(self.add, request))
+            if request.abort is not None:
+                self.abort(request.abort, request.name)
 
     def abort(self, moment: float, name: str) -> None:
         """The client leaves then, also in the middle of a step."""
         self._aborts.append((moment, name))
         self._aborts.sort(reverse=True)
 
-    def add(self, one: LoadRequest) -> None:
+    def add(self, request: LoadRequest) -> None:
         """Send a request now. vLLM reads it when it arrives, beside the model's steps."""
-        arrived, pooled = min(one.arrival, self.clock.now()), self.core.is_pooling_model
-        request = _engine_request(one, self.config, pooled, arrived)
-        answer = self.runner.answer(list(one.prompt), request.params)
-        self._answers[one.name] = answer, request.params
-        self.records[one.name] = Record(
-            one.name, one.level, len(one.prompt), one.answer, one.arrival
+        arrived = min(request.arrival, self.clock.now())
+        sent = _engine_request(request, self.config, self.core.is_pooling_model, arrived)
+        answer = self.runner.answer(list(request.prompt), sent.params)
+        self._answers[request.name] = (answer, sent.params)
+        self.records[request.name] = Record(
+            name=request.name,
+            level=request.level,
+            prompt=len(request.prompt),
+            answer=request.answer,
+            arrival=request.arrival,
         )
         replace_clock(lambda: arrived)
         try:
-            prepared = self.core.preprocess_add_request(request)
+            prepared = self.core.preprocess_add_request(sent)
         finally:
             replace_clock(self.clock.now)
         self.core.add_request(*prepared)
@@ -233,7 +240,8 @@ class VirtualEngine:
     def _deliver(self) -> None:
         self.clock.passed = self._leave
         while self._waiting and self._waiting[-1][0] <= self.clock.now():
-            self._waiting.pop()[2]()
+            _, _, act = self._waiting.pop()
+            act()
         self._leave()
         self.core._process_aborts_queue()  # type: ignore[no-untyped-call]
 
@@ -243,23 +251,25 @@ class VirtualEngine:
             _, name = self._aborts.pop()
             record = self.records.get(name)
             if record is not None and record.ended is None:
-                record.ended, record.reason = self.clock.now(), "left"
+                record.ended = self.clock.now()
+                record.reason = "left"
                 self.core.aborts_queue.put_nowait([name])
 
     def _take(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         now = self.clock.now()
-        for one in (one for part in outputs.values() for one in part.outputs):
-            record = self.records[one.request_id]
+        for output in itertools.chain.from_iterable(part.outputs for part in outputs.values()):
+            record = self.records[output.request_id]
             if record.reason == "left":
                 continue
-            if one.new_token_ids and record.first_token is None:
+            if output.new_token_ids and record.first_token is None:
                 record.first_token = now
-            record.tokens += one.new_token_ids
-            if one.pooling_output is not None:
+            record.tokens += output.new_token_ids
+            if output.pooling_output is not None:
                 record.first_token = now
-                record.tokens += one.pooling_output.tolist()
-            if one.finish_reason is not None:
-                record.ended, record.reason = now, str(one.finish_reason)
+                record.tokens += output.pooling_output.tolist()
+            if output.finish_reason is not None:
+                record.ended = now
+                record.reason = str(output.finish_reason)
                 self._check(record)
 
     def _check(self, record: Record) -> None:
@@ -283,7 +293,7 @@ def run_virtual(load: Sequence[LoadRequest], **config: Any) -> VirtualRun:
     with VirtualEngine(EngineConfig(**config)) as engine:
         engine.send(load)
         engine.run()
-        records = [engine.records[one.name] for one in load]
+        records = [engine.records[request.name] for request in load]
         for record in records:
             if record.ended is None:
                 raise DeviceError("was lost", record.name, engine.runner.number)
@@ -292,7 +302,8 @@ def run_virtual(load: Sequence[LoadRequest], **config: Any) -> VirtualRun:
 
 @contextmanager
 def _virtual_clock(clock: VirtualClock) -> Iterator[None]:
-    before, EmulatedWorker.clock = EmulatedWorker.clock, clock
+    before = EmulatedWorker.clock
+    EmulatedWorker.clock = clock
     replace_clock(clock.now)
     try:
         yield
@@ -325,8 +336,13 @@ def _make_core(config: EngineConfig, folder: Path) -> EngineCore:
         "async_scheduling": config.asynchronous,
         "mm_processor_cache_gb": 0,  # images come without their data
     }
-    device = {"profile": config.profile, "kv_gib": config.kv_gib, "noise": config.noise}
-    device |= {"memory_gib": config.memory_gib, "acceptance": config.acceptance}
+    device = {
+        "profile": config.profile,
+        "kv_gib": config.kv_gib,
+        "memory_gib": config.memory_gib,
+        "noise": config.noise,
+        "acceptance": config.acceptance,
+    }
     additional: dict[str, Any] = {KEY: device}
     if config.drafts:
         given["speculative_config"] = _drafter(config, folder)
@@ -404,34 +420,42 @@ def policy_keys(config: EngineConfig) -> dict[str, Any]:
 
 
 def _engine_request(
-    one: LoadRequest, config: EngineConfig, pooled: bool, now: float
+    request: LoadRequest, config: EngineConfig, pooled: bool, now: float
 ) -> EngineCoreRequest:
+    sampling = pooling = lora = None
     end = SHAPES[config.shape]["eos_token_id"]
-    extra = {ANSWER_FIELD: [one.answer, end]} | one.extra
-    if config.scheduler == "semantic" and one.level is not None:
-        extra.setdefault("urgency", one.level)
+    extra = {ANSWER_FIELD: [request.answer, end]} | request.extra
+    if config.scheduler == "semantic" and request.level is not None:
+        extra.setdefault("urgency", request.level)
+    if pooled:
+        pooling = PoolingParams(task="embed", extra_kwargs=extra)
+    else:
+        sampling = _sampling_params(request, config, extra, end)
+    if request.adapter:
+        lora = LoRARequest(f"adapter {request.adapter}", request.adapter, "/nowhere")
+    priority = 0
+    if config.scheduler == "priority" and request.level is not None:
+        priority = request.level
     return EngineCoreRequest(
-        request_id=one.name,
-        prompt_token_ids=list(one.prompt),
-        mm_features=[_feature(image) for image in one.images] or None,
-        sampling_params=None if pooled else _sampling_params(one, config, extra, end),
-        pooling_params=PoolingParams(task="embed", extra_kwargs=extra) if pooled else None,
+        request_id=request.name,
+        prompt_token_ids=list(request.prompt),
+        mm_features=[_feature(image) for image in request.images] or None,
+        sampling_params=sampling,
+        pooling_params=pooling,
         arrival_time=now,
-        lora_request=LoRARequest(f"adapter {one.adapter}", one.adapter, "/nowhere")
-        if one.adapter
-        else None,
+        lora_request=lora,
         cache_salt=None,
         data_parallel_rank=None,
-        priority=(one.level or 0) if config.scheduler == "priority" else 0,
+        priority=priority,
     )
 
 
 def _sampling_params(
-    one: LoadRequest, config: EngineConfig, extra: dict[str, Any], end: int
+    request: LoadRequest, config: EngineConfig, extra: dict[str, Any], end: int
 ) -> SamplingParams:
     params = SamplingParams(max_tokens=config.max_model_len, temperature=0, extra_args=extra)
-    if one.schema is not None:
-        params.structured_outputs = StructuredOutputsParams(json=one.schema)
+    if request.schema is not None:
+        params.structured_outputs = StructuredOutputsParams(json=request.schema)
         params.structured_outputs._backend = "xgrammar"  # as vLLM's API server chooses it
     params.update_from_generation_config({}, end)
     return params

@@ -36,7 +36,9 @@ class LaterOutput(AsyncModelRunnerOutput):
     """An output that is ready when the device has computed the step."""
 
     def __init__(self, output: ModelRunnerOutput, ready: float, runner: Runner) -> None:
-        self._output, self._ready, self._runner = output, ready, runner
+        self._output = output
+        self._ready = ready
+        self._runner = runner
 
     def get_output(self) -> ModelRunnerOutput:
         self._runner.clock.wait_until(self._ready)
@@ -81,17 +83,21 @@ class EmulatedWorker(WorkerBase):
     def initialize_from_config(self, config: KVCacheConfig) -> None:
         groups = [
             Group(
-                group.kv_cache_spec.block_size,
-                getattr(group.kv_cache_spec, "sliding_window", None),
-                isinstance(group.kv_cache_spec, MambaSpec),
-                exported_states(group.kv_cache_spec, config),
-                not getattr(group.kv_cache_spec, "num_speculative_blocks", 0),
+                block_size=group.kv_cache_spec.block_size,
+                window=getattr(group.kv_cache_spec, "sliding_window", None),
+                state=isinstance(group.kv_cache_spec, MambaSpec),
+                exported=exported_states(group.kv_cache_spec, config),
+                checked=not getattr(group.kv_cache_spec, "num_speculative_blocks", 0),
             )
             for group in config.kv_cache_groups
         ]
-        settings = self.settings
         self.runner = Runner(
-            *(self.profile, groups, config.num_blocks, self._limits(), self.clock), settings
+            profile=self.profile,
+            groups=groups,
+            blocks=config.num_blocks,
+            limits=self._limits(),
+            clock=self.clock,
+            settings=self.settings,
         )
         if self._trace is not None:
             self.runner.finished_step = self._write
@@ -99,28 +105,31 @@ class EmulatedWorker(WorkerBase):
             self._connect(config)
 
     def _limits(self) -> Limits:
-        scheduler, end = self.scheduler_config, self.model_config.hf_text_config.eos_token_id
+        scheduler = self.scheduler_config
+        end_token = self.model_config.hf_text_config.eos_token_id
+        if isinstance(end_token, list):
+            end_token = end_token[0]
         return Limits(
-            scheduler.max_num_seqs,
-            scheduler.max_num_batched_tokens,
-            self.model_config.max_model_len,
-            self.model_config.get_vocab_size(),
-            end[0] if isinstance(end, list) else 0 if end is None else end,
-            self.lora_config.max_loras if self.lora_config else 0,
-            self.vllm_config.num_speculative_tokens,
-            bool(scheduler.async_scheduling),
-            self.model_config.get_hidden_size(),
+            sequences=scheduler.max_num_seqs,
+            tokens=scheduler.max_num_batched_tokens,
+            length=self.model_config.max_model_len,
+            vocabulary=self.model_config.get_vocab_size(),
+            end_token=0 if end_token is None else end_token,
+            adapters=self.lora_config.max_loras if self.lora_config else 0,
+            drafts=self.vllm_config.num_speculative_tokens,
+            ahead=bool(scheduler.async_scheduling),
+            vector=self.model_config.get_hidden_size(),
         )
 
     def _connect(self, config: KVCacheConfig) -> None:
         self.connector = KVConnectorFactory.create_connector(
             self.vllm_config, KVConnectorRole.WORKER, config
         )
-        for one in getattr(self.connector, "sub_connectors", [self.connector]):
-            if isinstance(one, SemanticSwapConnector) and one.slots:
-                one.backend = EmulatedCopies(self.runner)
-            elif isinstance(one, RemoteKV):
-                one.runner = self.runner
+        for connector in getattr(self.connector, "sub_connectors", [self.connector]):
+            if isinstance(connector, SemanticSwapConnector) and connector.slots:
+                connector.backend = EmulatedCopies(self.runner)
+            elif isinstance(connector, RemoteKV):
+                connector.runner = self.runner
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         return CompilationTimes(0.0, 0.0)
@@ -176,13 +185,15 @@ class EmulatedWorker(WorkerBase):
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
         names, tokens, time = self.runner.sample(grammar_output)
+        vectors: list[torch.Tensor | None] | None = None
+        if self._pools:
+            vectors = [torch.tensor(numbers) if numbers else None for numbers in tokens]
+            tokens = []
         output = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=[] if self._pools else tokens,
-            pooler_output=[torch.tensor(few) if few else None for few in tokens]
-            if self._pools
-            else None,
+            sampled_token_ids=tokens,
+            pooler_output=vectors,
             kv_connector_output=self._moved,
         )
         return LaterOutput(output, time.end, self.runner)
@@ -190,7 +201,8 @@ class EmulatedWorker(WorkerBase):
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         if not self.runner.limits.drafts:
             return None
-        return DraftTokenIds(*self.runner.take_drafts())
+        names, drafts = self.runner.take_drafts()
+        return DraftTokenIds(names, drafts)
 
     def shutdown(self) -> None:
         if self._trace is not None:
