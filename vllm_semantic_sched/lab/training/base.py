@@ -36,11 +36,12 @@ class Model(NamedTuple):
     def save(self, folder: Path, precision: Precision = "int8", keeps_levels: bool = False) -> None:
         """Write network and tokenizer to `folder`, and with `keeps_levels` the second network."""
         save_network(self.network, self.folder, folder, precision)
-        ours, theirs = self.folder / SECOND, folder / SECOND
+        source = self.folder / SECOND
+        target = folder / SECOND
         if not keeps_levels:
-            shutil.rmtree(theirs, ignore_errors=True)
-        elif ours.is_dir() and ours != theirs:
-            shutil.copytree(ours, theirs, dirs_exist_ok=True)
+            shutil.rmtree(target, ignore_errors=True)
+        elif source.is_dir() and source != target:
+            shutil.copytree(source, target, dirs_exist_ok=True)
 
 
 def load_base(name: str) -> Model:
@@ -50,6 +51,7 @@ def load_base(name: str) -> Model:
 
 
 def load_tokenizer(folder: Path) -> WindowTokenizer:
+    """The tokenizer whose files are in a model's folder."""
     return WindowTokenizer(AutoTokenizer.from_pretrained(folder))
 
 

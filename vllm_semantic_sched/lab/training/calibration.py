@@ -35,12 +35,14 @@ def calibrate(model: Model, examples: Sequence[Example]) -> None:
         return
     network = model.network
     urgency, length = _logits(model, examples)
-    buckets = [length_bucket(one, network.config.length_bucket_edges) for one in examples]
+    edges = network.config.length_bucket_edges
+    levels = [example.level for example in examples]
+    buckets = [length_bucket(example, edges) for example in examples]
     for name, logits, labels in (
-        ("temperature", urgency, [one.level for one in examples]),
+        ("temperature", urgency, levels),
         ("length_temperature", length, buckets),
     ):
-        known = {at: label for at, label in enumerate(labels) if label is not None}
+        known = {place: label for place, label in enumerate(labels) if label is not None}
         if known:
             truth = torch.tensor([*known.values()])
             setattr(network.config, name, best_temperature(logits[[*known]], truth))
@@ -50,8 +52,8 @@ def average_for(model: Model, weights: Mapping[str, Tensor], examples: Sequence[
     """Average the network with `weights`, another state of it, in the proportion that reads the
     labeled examples best, by the log loss of their levels. Returns the share of `weights`."""
     network = model.network
-    leveled = [one for one in examples if one.level is not None]
-    truth = torch.tensor([one.level for one in leveled])
+    leveled = [example for example in examples if example.level is not None]
+    truth = torch.tensor([example.level for example in leveled])
     trained = {name: value.clone() for name, value in network.state_dict().items()}
 
     def loss(share: float) -> float:
@@ -81,7 +83,7 @@ def _logits(model: Model, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
     """Logits of both heads in evaluation mode: (texts, levels) and (texts, buckets)."""
     network, tokenizer, _ = model
     network.eval()
-    rows = tokenizer.encode([one.text for one in examples])
+    rows = tokenizer.encode([example.text for example in examples])
     with torch.inference_mode(), autocast():
         parts = [
             network(*tokenizer.pad(rows[start : start + _TEXTS_PER_PASS]))
@@ -98,8 +100,9 @@ def write_thresholds(
     with the levels of `examples`, with at least this recall of levels 0 and 1. The policy
     turns off `decision.possible`, which was chosen for the shipped model."""
     predictor = TextPredictor.load(str(model), threads)
-    probabilities = [one.urgency for one in predictor.predict([one.text for one in examples])]
-    levels = [one.level or 0 for one in examples]
+    predictions = predictor.predict([example.text for example in examples])
+    probabilities = [prediction.urgency for prediction in predictions]
+    levels = [example.level or 0 for example in examples]
     thresholds = fitted_thresholds(probabilities, levels, Decision().certain, urgent_recall)
     decision = {"rule": "thresholds", "thresholds": list(thresholds), "possible": [1.01, 1.01]}
     text = yaml.safe_dump({"decision": decision}, default_flow_style=None, sort_keys=False)

@@ -24,8 +24,11 @@ _PROMPT = 0.3  # of the English tasks: a prompt of the data folder
 _LONGEST_TASK = 300  # characters; a longer one would push the message out of the window
 _NATURAL = 0.35  # of the texts about an emergency that is not one: written as a whole
 _TYPED = 0.25  # texts with hasty typing
-_ENDED, _OPENED = 0.3, 0.35  # first parts that `opened` changes
-_AROUND, _SURROUNDED = ("records", "pastes"), (5, 4, 1)  # messages, tasks, invented emergencies
+# Of the first parts, those that `opened` changes.
+_ENDED = 0.3
+_OPENED = 0.35
+_AROUND = ("records", "pastes")  # what surrounds a text, by name in `Parts`
+_SURROUNDED = (5, 4, 1)  # weights of messages, tasks and invented emergencies there
 _CLAIMED = 0.06  # compositions that claim an urgency, which says nothing about theirs
 _ENDS = ".!?…。！？।؟ "
 Forms = Mapping[Callable[["Draft"], Example], float]  # of a composition; how often each is drawn
@@ -44,13 +47,17 @@ class Composer:
         cls, split: Split, written: Mapping[str, Sequence[Example]], prompts: Sequence[str]
     ) -> Self:
         """The composer of a split; four fifths of the parts belong to the training split."""
+        by_level: dict[str, list[list[str]]] = {}
+        for language, examples in written.items():
+            by_level[language] = [
+                [example.text for example in examples if example.level == level]
+                for level in range(5)
+            ]
+        parts = composition_parts().items()
         return cls(
-            {language: _in_split(parts, split) for language, parts in composition_parts().items()},
-            {
-                language: [[one.text for one in rows if one.level == level] for level in range(5)]
-                for language, rows in written.items()
-            },
-            [prompt for prompt in prompts if len(prompt) <= _LONGEST_TASK],
+            parts={language: _in_split(of_language, split) for language, of_language in parts},
+            written=by_level,
+            prompts=[prompt for prompt in prompts if len(prompt) <= _LONGEST_TASK],
         )
 
     def draw(self, count: int, rng: random.Random, forms: Forms | None = None) -> list[Example]:
@@ -74,6 +81,7 @@ class Draft:
     rng: random.Random
 
     def pick(self, name: str) -> str:
+        """One of the language's texts of a kind, a field of `Parts`."""
         texts: Sequence[str] = getattr(self.composer.parts[self.language], name)
         return self.rng.choice(texts)
 
@@ -88,12 +96,15 @@ class Draft:
 
     def task(self) -> str:
         """An everyday request or text, at times in another language."""
-        rng, composer, language = self.rng, self.composer, self.language
+        rng = self.rng
+        composer = self.composer
+        language = self.language
         if rng.random() < _OTHER_LANGUAGE:
             language = rng.choice(("en", rng.choice([*composer.parts])))
         if language == "en" and rng.random() < _PROMPT:
             return rng.choice(composer.prompts or [messages.everyday_prompt(rng)])
-        language = language if language in composer.parts else self.language
+        if language not in composer.parts:
+            language = self.language
         parts = composer.parts[language]
         texts = rng.choices(
             (parts.tasks, parts.small_talk, composer.written[language][4]), (7, 1.5, 1.5)
@@ -148,7 +159,9 @@ class Draft:
         """The user's turns, oldest first, in a chat template with answers between them."""
         user, answer = self.rng.choice(surroundings().exchanges)
         *earlier, newest = map(self.typed, turns)
-        said = [fill(user, text=one) + fill(answer, text=self.pick("assistant")) for one in earlier]
+        said = [
+            fill(user, text=turn) + fill(answer, text=self.pick("assistant")) for turn in earlier
+        ]
         return Example("".join(said) + fill(user, text=newest), level)
 
     def beside_tasks(self) -> Example:
@@ -173,21 +186,24 @@ class Draft:
 
     def two_messages(self) -> Example:
         """Two people's problems: the more urgent one counts."""
-        (first, level), (second, other) = self.message(), self.message()
-        return Example(self.typed(self.joined([first, second])), min(level, other))
+        first, first_level = self.message()
+        second, second_level = self.message()
+        level = min(first_level, second_level)
+        return Example(self.typed(self.joined([first, second])), level)
 
     def surrounded(self) -> Example:
         """A message, a task or an invented emergency in a record of other software, or beside a
         pasted text, a tool's result or a dispatcher's instructions: these change no level."""
         rng = self.rng
         drawn = (self.message(), (self.task(), 4), (self.framed(), 4))
-        ((text, level),) = rng.choices(drawn, _SURROUNDED)
+        [(text, level)] = rng.choices(drawn, _SURROUNDED)
         block = " ".join(self.task() for _ in range(rng.randint(1, 3)))
         form = rng.choice((rng.choice(surroundings().blocks), *map(self.pick, _AROUND)))
         filled = fill(form, system=self.pick("systems"), block=block, text=self.typed(text))
         return Example(filled, level)
 
     def only_tasks(self) -> Example:
+        """One to three tasks."""
         first, *others = self.tasks(0, 6, 3, 1)
         return Example(self.typed(self.joined([self.opened(first), *others])), 4)
 
@@ -207,7 +223,8 @@ class Draft:
 
     def chat(self) -> Example:
         """A chat with a running emergency."""
-        return self.in_chat(*self.running())
+        turns, level = self.running()
+        return self.in_chat(turns, level)
 
     def running(self) -> tuple[list[str], int]:
         """User turns, oldest first, and the level of the message in one of them: later ones inherit
@@ -226,10 +243,17 @@ class Draft:
             cut = rng.randint(3, len(words) - 3)
             turns += [" ".join(words[:cut]), " ".join(words[cut:])]
         for _ in range(rng.choices(range(5), (2, 4, 3, 2, 1))[0]):
-            answer, task, (more, other) = self.pick("answers"), self.task(), self.message()
-            said = rng.choices((answer, task, self.joined([answer, task]), more), (12, 3, 3, 2))[0]
-            turns.append(said)
-            level = min(level, other) if said is more else level
+            answer = self.pick("answers")
+            task = self.task()
+            message, message_level = self.message()
+            following = (
+                (answer, level),
+                (task, level),
+                (self.joined([answer, task]), level),
+                (message, min(level, message_level)),
+            )
+            turn, level = rng.choices(following, (12, 3, 3, 2))[0]
+            turns.append(turn)
         return turns, level
 
     def ended(self) -> list[str]:
@@ -241,6 +265,7 @@ class Draft:
         return [*turns, over]
 
     def chat_that_is_over(self) -> Example:
+        """A chat whose emergency is over, at times with everyday turns after it."""
         return self.in_chat([*self.ended(), *self.tasks(4, 3, 1)], 4)
 
     def chat_that_begins_again(self) -> Example:
@@ -267,7 +292,8 @@ class Draft:
 def _perhaps_claimed(example: Example, rng: random.Random) -> Example:
     if rng.random() >= _CLAIMED:
         return example
-    claim, form = rng.choice(surroundings().claims).strip(), rng.choice(surroundings().claimed)
+    claim = rng.choice(surroundings().claims).strip()
+    form = rng.choice(surroundings().claimed)
     return replace(example, text=fill(form, claim=claim, text=example.text))
 
 
@@ -292,6 +318,9 @@ def _in_split(parts: Parts, split: Split) -> Parts:
     """The texts of each kind that belong to a split: every fifth to validation, all if too few."""
     kept = {}
     for name, texts in parts:
-        chosen = [text for at, text in enumerate(texts) if (at % 5 == 4) == (split != "train")]
+        if split == "train":
+            chosen = [text for place, text in enumerate(texts) if place % 5 != 4]
+        else:
+            chosen = texts[4::5]
         kept[name] = tuple(chosen or texts)
     return Parts(**kept)

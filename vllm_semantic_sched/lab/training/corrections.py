@@ -41,16 +41,20 @@ def refit(corrections: Sequence[Correction], decision: Decision) -> Refit:
     if len(corrections) < LEAST:
         raise ValueError(f"{len(corrections)} corrections; a refit needs at least {LEAST}")
     shuffled = random.Random(0).sample(list(corrections), len(corrections))
-    truth = [one.corrected for one in shuffled]
-    present = [decide_level(one.probabilities, decision) for one in shuffled]
+    truth = [correction.corrected for correction in shuffled]
+    present = [decide_level(correction.probabilities, decision) for correction in shuffled]
     held_out = [0] * len(shuffled)
     for fold in range(_FOLDS):
-        others = [one for at, one in enumerate(shuffled) if at % _FOLDS != fold]
+        others = [correction for place, correction in enumerate(shuffled) if place % _FOLDS != fold]
         fitted = _fitted(others, decision)
-        for at in range(fold, len(shuffled), _FOLDS):
-            held_out[at] = decide_level(shuffled[at].probabilities, fitted)
-    before, after = figures(truth, present), figures(truth, held_out)
-    return Refit(_fitted(shuffled, decision), before, after, _is_better(truth, present, held_out))
+        for place in range(fold, len(shuffled), _FOLDS):
+            held_out[place] = decide_level(shuffled[place].probabilities, fitted)
+    return Refit(
+        decision=_fitted(shuffled, decision),
+        before=figures(truth, present),
+        after=figures(truth, held_out),
+        better=_is_better(truth, present, held_out),
+    )
 
 
 def figures(truth: Sequence[int], decided: Sequence[int]) -> tuple[float | None, float | None]:
@@ -62,7 +66,8 @@ def figures(truth: Sequence[int], decided: Sequence[int]) -> tuple[float | None,
 def _fitted(corrections: Sequence[Correction], decision: Decision) -> Decision:
     """Thresholds between the present ones and those that fit the corrections best: the fewer
     corrections, the closer to the present ones."""
-    rows, levels = zip(*((one.probabilities, one.corrected) for one in corrections), strict=True)
+    rows = [correction.probabilities for correction in corrections]
+    levels = [correction.corrected for correction in corrections]
     fits = fitted_thresholds(rows, levels, decision.certain)
     weight = len(rows) / (len(rows) + _PRIOR)
     present = decision.thresholds if len(decision.thresholds) == len(fits) else fits
@@ -74,10 +79,11 @@ def _fitted(corrections: Sequence[Correction], decision: Decision) -> Decision:
 
 def _is_better(truth: Sequence[int], present: Sequence[int], refitted: Sequence[int]) -> bool:
     """Whether the refit finds no fewer of level 0, and its kappa is no lower in most resamples."""
-    (kappa, found), (new_kappa, new_found) = figures(truth, present), figures(truth, refitted)
+    kappa, recall = figures(truth, present)
+    new_kappa, new_recall = figures(truth, refitted)
     if kappa is None or new_kappa is None or new_kappa <= kappa:
         return False
-    if found is not None and new_found is not None and new_found < found:
+    if recall is not None and new_recall is not None and new_recall < recall:
         return False
     levels = max(*truth, *present, *refitted) + 1
     cells = numpy.zeros((levels, levels, levels))  # by true, present and refitted level
@@ -103,11 +109,16 @@ class Missed(NamedTuple):
 def missed_emergencies(corrections: Sequence[Correction]) -> Missed:
     """What requests drawn at random say about all. Those that somebody noticed say nothing about
     the rest: looking only at calm levels finds only missed emergencies."""
-    sampled = [one for one in corrections if one.sampled]
-    worst = [one for one in sampled if one.corrected == 0]
-    missed = sum(one.level > _LAST_FOUND for one in worst)
-    bounds = (upper_bound(missed, tries) for tries in (len(worst), len(sampled)))
-    return Missed(len(sampled), len(worst), missed, *bounds)
+    sampled = [correction for correction in corrections if correction.sampled]
+    worst = [correction for correction in sampled if correction.corrected == 0]
+    missed = sum(correction.level > _LAST_FOUND for correction in worst)
+    return Missed(
+        sampled=len(sampled),
+        emergencies=len(worst),
+        missed=missed,
+        of_emergencies=upper_bound(missed, len(worst)),
+        of_requests=upper_bound(missed, len(sampled)),
+    )
 
 
 def upper_bound(hits: int, tries: int) -> float:

@@ -63,12 +63,14 @@ def fit_table(
 ) -> InstantTable:
     """The table whose probabilities are closest to `targets`, by cross-entropy of both heads."""
     bags = [features.features(features.cut(text)) for text in texts]
-    levels = torch.tensor([one.urgency for one in targets])
-    lengths = torch.tensor([one.length or () for one in targets])
+    levels = torch.tensor([target.urgency for target in targets])
+    lengths = torch.tensor([target.length or () for target in targets])
     outputs = levels.shape[1] + lengths.shape[1]
-    rows, bias = torch.zeros(features.rows, outputs), torch.zeros(outputs)
+    rows = torch.zeros(features.rows, outputs)
+    bias = torch.zeros(outputs)
     if start is not None and start.rows.shape == rows.shape and start.levels == levels.shape[1]:
-        rows, bias = torch.from_numpy(start.rows.copy()), torch.from_numpy(start.bias.copy())
+        rows = torch.from_numpy(start.rows.copy())
+        bias = torch.from_numpy(start.bias.copy())
     weights = [rows.requires_grad_(), bias.requires_grad_()]
     optimizer = torch.optim.Adam(weights, lr=_RATE, betas=(0.9, 0.99))
     rng = numpy.random.default_rng(seed)
@@ -78,9 +80,9 @@ def fit_table(
     step = 0
     for _ in range(epochs):
         order = rng.permutation(len(texts))
-        for at in range(0, len(order), batch):
-            chosen = order[at : at + batch]
-            logits = _logits([bags[at] for at in chosen], rows, bias)
+        for first in range(0, len(order), batch):
+            chosen = order[first : first + batch]
+            logits = _logits([bags[place] for place in chosen], rows, bias)
             urgency, length = logits.split([levels.shape[1], lengths.shape[1]], dim=1)
             loss = functional.cross_entropy(urgency, levels[chosen])
             if lengths.shape[1]:

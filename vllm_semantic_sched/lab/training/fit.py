@@ -26,7 +26,8 @@ from vllm_semantic_sched.predict.network import UrgencyLengthClassifier, has_bfl
 
 _BATCH = 32
 # On an accelerator: texts in a batch and rates, times these.
-_LARGER, _FASTER = 16, 3.0
+_LARGER = 16
+_FASTER = 3.0
 ENCODER_RATE = 1.2e-4
 _HEAD_RATE = 1e-3
 # Rate of a layer over that of the layer above it: the lower ones hold what a word means in every
@@ -46,6 +47,8 @@ LOSS_SHOWN = 50
 
 @dataclass(frozen=True)
 class Options:
+    """How long to train, from where, and where to."""
+
     output: Path  # folder for the trained model
     base: str  # model to start from, see `base_folder`
     seed: int  # of weights, texts and their order
@@ -73,15 +76,21 @@ def fit(
         teacher: network with the same tokenizer and heads.
         after_round: called after each complete round.
     """
-    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_accelerator = torch.cuda.is_available()
+    place = torch.device("cuda" if on_accelerator else "cpu")
     network, tokenizer, _ = model
     network.to(place).train()
     if teacher is not None:
         teacher.to(place).eval()
-    size, rate = (_BATCH, 1.0) if place.type == "cpu" else (_BATCH * _LARGER, _FASTER)
-    optimizer = _optimizer(network, encoder_rate * rate, frozen)
+    size = _BATCH
+    if on_accelerator:
+        size *= _LARGER
+        encoder_rate *= _FASTER
+    optimizer = _optimizer(network, encoder_rate, frozen)
     rates = [float(group["lr"]) for group in optimizer.param_groups]
-    started, step, rounds = time.monotonic(), 0, options.epochs
+    started = time.monotonic()
+    step = 0
+    rounds = options.epochs
     for epoch in range(rounds):
         examples = round_examples(epoch)
         per_round = -(-len(examples) // size)
@@ -95,7 +104,9 @@ def fit(
                 return
             for group, full in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = full * min(progress / _WARMUP, (1 - progress) / (1 - _WARMUP))
-            loss = _loss(network, [one.to(place) for one in batch], tokenizer.unknown, teacher)
+            loss = _loss(
+                network, [tensor.to(place) for tensor in batch], tokenizer.unknown, teacher
+            )
             take_step(optimizer, loss, [*network.parameters()])
             step += 1
             if step % LOSS_SHOWN == 0:
@@ -132,7 +143,8 @@ def _ordinal_loss(logits: Tensor, labels: Tensor, beside: float) -> Tensor:
     known = labels != _IGNORED
     if not known.any():
         return logits.sum() * 0.0
-    logits, labels = logits[known].float(), labels[known]
+    logits = logits[known].float()
+    labels = labels[known]
     own = functional.one_hot(labels, logits.shape[1])
     distance = _earth_movers_distance(torch.softmax(logits, dim=1), own)
     targets = shared_with_neighbors(labels, logits.shape[1], beside) if beside else labels
@@ -174,8 +186,8 @@ def batches_by_length(
     rows: Sequence[Sequence[int]], size: int, rng: random.Random
 ) -> list[list[int]]:
     """Places of rows of similar length, in random order: little padding, no order effects."""
-    order = sorted(range(len(rows)), key=lambda at: (len(rows[at]), rng.random()))
-    batches = [order[at : at + size] for at in range(0, len(order), size)]
+    order = sorted(range(len(rows)), key=lambda place: (len(rows[place]), rng.random()))
+    batches = [order[start : start + size] for start in range(0, len(order), size)]
     rng.shuffle(batches)
     return batches
 
@@ -187,12 +199,12 @@ def _batches(
     edges = model.network.config.length_bucket_edges
     rows = model.tokenizer.encode([example.text for example in examples])
     for batch in batches_by_length(rows, size, random.Random(seed)):
-        chosen = [examples[at] for at in batch]
-        levels = [_IGNORED if one.level is None else one.level for one in chosen]
-        buckets = [length_bucket(one, edges) for one in chosen]
+        chosen = [examples[place] for place in batch]
+        levels = [_IGNORED if example.level is None else example.level for example in chosen]
+        buckets = [length_bucket(example, edges) for example in chosen]
         lengths = [_IGNORED if bucket is None else bucket for bucket in buckets]
-        padded = model.tokenizer.pad([rows[at] for at in batch])
-        yield *padded, torch.tensor(levels), torch.tensor(lengths)
+        ids, mask = model.tokenizer.pad([rows[place] for place in batch])
+        yield ids, mask, torch.tensor(levels), torch.tensor(lengths)
 
 
 def length_bucket(example: Example, edges: Sequence[int]) -> int | None:
@@ -224,7 +236,8 @@ def _loss(
 def taught_loss(logits: Tensor, answers: Tensor) -> Tensor:
     """Mean over the rows of (rows, classes) of the divergence from a teacher's distribution, plus
     the squared earth mover's distance to it. `answers`: the teacher's logits."""
-    own, aim = (torch.log_softmax(one.float(), dim=1) for one in (logits, answers))
+    own = torch.log_softmax(logits.float(), dim=1)
+    aim = torch.log_softmax(answers.float(), dim=1)
     distance = _earth_movers_distance(own.exp(), aim.exp())
     divergence = functional.kl_div(own, aim, reduction="batchmean", log_target=True)
     return divergence + _DISTANCE_WEIGHT * distance

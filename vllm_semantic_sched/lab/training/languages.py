@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 LANGUAGES = (
-    *("ar", "bg", "bn", "ca", "cs", "da", "de", "el", "en", "es", "fa", "fi", "fr", "he", "hi"),
-    *("hr", "hu", "id", "it", "ja", "ko", "lt", "lv", "mk", "ms", "nb", "nl", "pl", "pt", "ro"),
-    *("ru", "sk", "sl", "sr", "sv", "sw", "ta", "th", "tl", "tr", "uk", "ur", "vi", "zh"),
-)
+    "ar", "bg", "bn", "ca", "cs", "da", "de", "el", "en", "es", "fa", "fi", "fr", "he", "hi",
+    "hr", "hu", "id", "it", "ja", "ko", "lt", "lv", "mk", "ms", "nb", "nl", "pl", "pt", "ro",
+    "ru", "sk", "sl", "sr", "sv", "sw", "ta", "th", "tl", "tr", "uk", "ur", "vi", "zh",
+)  # fmt: skip
 """ISO 639-1 codes of the languages whose words and sentences are used where there are any."""
 
 # Written without spaces between words.
@@ -48,18 +48,24 @@ def word_texts(language: str, count: int, rng: random.Random) -> list[str]:
 
 def interface_sentences(language: str) -> list[str]:
     """Sentences of Django's interface in a language, if it has any; ImportError without Django."""
-    found = importlib.util.find_spec("django")
-    if found is None or not found.submodule_search_locations:
+    package = importlib.util.find_spec("django")
+    if package is None or not package.submodule_search_locations:
         raise ImportError(
             'sentences of other languages are not installed: pip install "vllm-semantic-sched[lab]"'
         )
     name = {"zh": "zh_Hans"}.get(language, language)
     sentences = []
-    for path in sorted(Path(found.submodule_search_locations[0]).rglob(f"{name}/LC_MESSAGES/*.mo")):
+    for path in sorted(
+        Path(package.submodule_search_locations[0]).rglob(f"{name}/LC_MESSAGES/*.mo")
+    ):
         with path.open("rb") as file:
             catalog = gettext.GNUTranslations(file)._catalog  # type: ignore[attr-defined]
         sentences += [" ".join(_PLACEHOLDER.sub(" ", text).split()) for text in catalog.values()]
-    kept = (one for one in sentences if len(one) > 3 and "Project-Id-Version" not in one)
+    kept = (
+        sentence
+        for sentence in sentences
+        if len(sentence) > 3 and "Project-Id-Version" not in sentence
+    )
     return list(dict.fromkeys(kept))
 
 
@@ -72,6 +78,8 @@ def unlabeled_texts(
     for language in LANGUAGES:
         own = [*written.get(language, ()), *interface_sentences(language)]
         rest = max(0, per_language - len(own))
-        drawn = word_texts(language, rest, rng) or (rng.choices(own, k=rest) if own else [])
+        drawn = word_texts(language, rest, rng)
+        if not drawn and own:
+            drawn = rng.choices(own, k=rest)
         texts[language] = rng.sample([*own, *drawn], min(per_language, len(own) + len(drawn)))
     return texts

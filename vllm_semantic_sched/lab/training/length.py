@@ -21,6 +21,7 @@ from tqdm import tqdm
 from vllm_semantic_sched.lab.evaluation.examples import Example
 from vllm_semantic_sched.lab.training.base import Model, load_base, set_length_buckets
 from vllm_semantic_sched.lab.training.fit import Options
+from vllm_semantic_sched.lab.training.stored import Precision
 from vllm_semantic_sched.predict import WEIGHTS_FILES
 from vllm_semantic_sched.predict.instant import DAMPING, FeatureReader, InstantTable
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
@@ -47,10 +48,11 @@ def fit_length_head(options: Options, training: Sequence[Example]) -> None:
     the examples' `output_tokens`; the levels stay."""
     torch.set_num_threads(options.threads)
     model = load_base(options.base)
-    network, folder = model.network, model.folder
+    network = model.network
+    folder = model.folder
     instant = InstantTable.load(folder)  # before a model in the same folder replaces it
-    texts = [one.text for one in training]
-    lengths = [one.output_tokens or 1 for one in training]
+    texts = [example.text for example in training]
+    lengths = [example.output_tokens or 1 for example in training]
     set_length_buckets(network, lengths, "linear")
     network.config.length_temperature = 1.0
     edges = network.config.length_bucket_edges
@@ -60,8 +62,8 @@ def fit_length_head(options: Options, training: Sequence[Example]) -> None:
     both = sparse.hstack((words, sparse.csr_matrix(states))).tocsr()
     _set_head(network, _fit(both, scale, lengths, edges, options.seed))
     # The encoder is as it was, so what it was stored in still holds it.
-    int8 = (folder / WEIGHTS_FILES["int8"]).is_file()
-    model.save(options.output, "int8" if int8 else "fp16", keeps_levels=True)
+    precision: Precision = "int8" if (folder / WEIGHTS_FILES["int8"]).is_file() else "fp16"
+    model.save(options.output, precision, keeps_levels=True)
     if instant is None:
         return
     features = FeatureReader.load(folder)
@@ -73,13 +75,15 @@ def fit_length_head(options: Options, training: Sequence[Example]) -> None:
 def _network_features(model: Model, texts: Sequence[str]) -> tuple[Any, Floats]:
     """What the linear head reads of each text: a sparse (texts, wordpieces) and (texts, dim)."""
     network, tokenizer, _ = model
-    rows, means = tokenizer.encode(texts), numpy.empty((len(texts), network.config.dim))
-    order = sorted(range(len(rows)), key=lambda at: len(rows[at]))
+    rows = tokenizer.encode(texts)
+    means = numpy.empty((len(texts), network.config.dim))
+    order = sorted(range(len(rows)), key=lambda place: len(rows[place]))
     network.eval()
     with torch.inference_mode(), tqdm(desc="texts read", mininterval=1) as bar:
         for start in range(0, len(order), _TEXTS_PER_PASS):
             part = order[start : start + _TEXTS_PER_PASS]
-            _, mean = network.states(*tokenizer.pad([rows[at] for at in part]))
+            ids, mask = tokenizer.pad([rows[place] for place in part])
+            _, mean = network.states(ids, mask)
             means[part] = mean.numpy()
             bar.update(len(part))
     return _bags(rows, network.config.vocab_size, 0.5), means

@@ -104,7 +104,8 @@ def _told(sentence: str, rng: random.Random) -> str:
 
 def _opened(sentence: str, alarmed: float, calm: float, rng: random.Random) -> str:
     """The sentence, in these shares of the cases with an alarmed or a calm opening."""
-    draw, texts = rng.random(), surroundings()
+    draw = rng.random()
+    texts = surroundings()
     if draw < alarmed + calm:
         openers = texts.openers_alarmed if draw < alarmed else texts.openers_calm
         sentence = rng.choice(openers) + sentence
@@ -140,13 +141,18 @@ def _said(sentence: str, register: str, level: int, someone: Person, rng: random
 def _unlike(alternatives: Sequence[str], sentence: str, rng: random.Random) -> str:
     """One of the alternatives, if possible one that does not contradict the sentence."""
     said = set(re.findall(r"[a-z]{5,}", sentence.lower()))
-    fitting = [one for one in alternatives if not said & set(re.findall("[a-z]+", one.lower()))]
+    fitting = [
+        alternative
+        for alternative in alternatives
+        if said.isdisjoint(re.findall("[a-z]+", alternative.lower()))
+    ]
     # Contradictions between words of one stem ("fever", "feverish") are rare enough to accept.
     return rng.choice(fitting or alternatives)
 
 
 def _clinical_line(sentence: str, rng: random.Random) -> str:
-    age, sex = rng.randint(18, 90), rng.choice("MF")
+    age = rng.randint(18, 90)
+    sex = rng.choice("MF")
     patient = (f"{age}{sex}, ", f"{age} yo {sex.lower()}: ")
     lead = rng.choice(("", "", *patient, "Pt: ", "Caller reports "))
     if any(word in sentence for word in ("neonate", "age ", "weeks")):

@@ -57,6 +57,7 @@ _COMPOSITIONS = 80_000
 # Not Alpaca, whose license forbids commercial use.
 _PROMPT_FILES = ("dolly_3k.json",)
 _FEWEST = 20  # records of a kind in a part
+_QUESTION_STEP = 8  # one question of so many is a task in compositions: about as many as prompts
 _HARMLESS_OF_DOMAIN = 0.4  # of a domain's last level: texts that ask for no help at all
 
 
@@ -83,13 +84,14 @@ class Sources:
     @classmethod
     def read(cls, root: Path, split: Split) -> Self:
         """Read all sources below `root`; raises FileNotFoundError if one is missing."""
-        prompts = tuple(one for one in instruction_pairs(root, _PROMPT_FILES) if one.split == split)
+        pairs = instruction_pairs(root, _PROMPT_FILES)
+        prompts = tuple(pair for pair in pairs if pair.split == split)
         written = {language: written_messages(split, language) for language in written_rows()}
-        questions = tuple(one for one in medical_questions(root) if one.split == split)
-        asked = [one.text for one in (*prompts, *questions[::8])]  # about as many of each
+        questions = tuple(pair for pair in medical_questions(root) if pair.split == split)
+        asked = [pair.text for pair in (*prompts, *questions[::_QUESTION_STEP])]
         elsewhere = (rows for language, rows in written.items() if language != "en")
         return cls(
-            visits=tuple(one for one in triage_visits(root) if one.split == split),
+            visits=tuple(visit for visit in triage_visits(root) if visit.split == split),
             prompts=prompts,
             questions=questions,
             written=tuple(written["en"]),
@@ -110,7 +112,7 @@ def written_messages(split: Split, language: str) -> list[Example]:
 def written_texts() -> dict[str, list[str]]:
     """Texts of the training split by language."""
     return {
-        language: [one.text for one in written_messages("train", language)]
+        language: [message.text for message in written_messages("train", language)]
         for language in written_rows()
     }
 
@@ -127,20 +129,20 @@ def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Exam
         return [*items] * whole + rng.sample(items, rest)
 
     coded = sources.visits
-    examples = [Example(one.text, one.level) for one in some(coded, _PLAIN_VISITS)]
+    examples = [Example(visit.text, visit.level) for visit in some(coded, _PLAIN_VISITS)]
     charted = some(coded, _CHARTED_VISITS)
-    examples += [Example(visits.chart_note(one, rng), one.level) for one in charted]
+    examples += [Example(visits.chart_note(visit, rng), visit.level) for visit in charted]
     for level, count in enumerate(_VOICED_VISITS):
-        voiced = some([one for one in coded if one.level == level], count)
-        texts = (visits.visit_message(one, rng) for one in voiced)
+        voiced = some([visit for visit in coded if visit.level == level], count)
+        texts = (visits.visit_message(visit, rng) for visit in voiced)
         examples += [Example(with_noise(text, rng), level) for text in texts]
     written = some(sources.written, _WRITTEN)
-    examples += [Example(noisy(one.text, rng), one.level) for one in written]
-    for one in some(sources.written_elsewhere, _WRITTEN_ELSEWHERE):
-        text = without_marks(one.text, rng)
+    examples += [Example(noisy(message.text, rng), message.level) for message in written]
+    for message in some(sources.written_elsewhere, _WRITTEN_ELSEWHERE):
+        text = without_marks(message.text, rng)
         if rng.random() < _CLAIMED_ELSEWHERE:
             text = rng.choice(surroundings().claims) + text
-        examples.append(Example(with_noise(text, rng), one.level))
+        examples.append(Example(with_noise(text, rng), message.level))
     for level, count in enumerate(_MESSAGES_PER_LEVEL):
         texts = (messages.level_message(level, rng) for _ in range(round(count * scale)))
         examples += [Example(noisy(text, rng), level) for text in texts]
@@ -149,7 +151,7 @@ def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Exam
         examples += [Example(noisy(text, rng), 4) for text in texts]
     for pairs, count in ((sources.prompts, _PROMPTS), (sources.questions, _MEDICAL_QUESTIONS)):
         drawn = some(pairs, count)
-        examples += [Example(noisy(one.text, rng), 4, one.output_tokens) for one in drawn]
+        examples += [Example(noisy(pair.text, rng), 4, pair.output_tokens) for pair in drawn]
     examples += [_composed_example(sources, rng) for _ in range(round(_COMPOSED * scale))]
     examples += sources.composer.draw(round(_COMPOSITIONS * scale), rng)
     rng.shuffle(examples)
@@ -191,14 +193,17 @@ def _composed_example(sources: Sources, rng: random.Random) -> Example:
     elif source < 0.8 and sources.written:
         elsewhere = source > 0.7 and sources.written_elsewhere
         written = rng.choice(elsewhere or sources.written)
-        level, message = written.level or 0, written.text
+        level = written.level or 0
+        message = written.text
     else:
         visit = rng.choice(sources.visits)
-        level, message = visit.level, visits.visit_message(visit, rng)
+        level = visit.level
+        message = visits.visit_message(visit, rng)
     kind = rng.random()
     if kind < 0.5:
         return Example(noisy(with_task(message, rng.choice(surroundings().tasks), rng), rng), level)
-    pair = rng.choice(sources.questions if kind < 0.8 else sources.prompts)
+    pairs = sources.questions if kind < 0.8 else sources.prompts
+    pair = rng.choice(pairs)
     return Example(noisy(with_question(message, pair.text, rng), rng), level, pair.output_tokens)
 
 

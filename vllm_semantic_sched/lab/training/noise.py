@@ -28,7 +28,9 @@ def after_background(message: str, rng: random.Random) -> str:
     """`message` after irrelevant sentences, and sometimes before one more."""
     # No more than four: within the predictor's window the message itself must stay readable.
     count = rng.choices((1, 2, 3, 4), (3, 4, 3, 2))[0]
-    sentences = [choose(one, rng) for one in rng.sample(surroundings().background, count + 1)]
+    sentences = [
+        choose(sentence, rng) for sentence in rng.sample(surroundings().background, count + 1)
+    ]
     last = sentences.pop()
     sentences.append(rng.choice(surroundings().turns) + message)
     if rng.random() < 0.3:
@@ -49,7 +51,9 @@ def without_marks(text: str, rng: random.Random) -> str:
     """`text`, now and then typed without accents."""
     if rng.random() > _WITHOUT_MARKS:
         return text
-    bare = "".join(one for one in unicodedata.normalize("NFD", text) if ord(one) not in _ACCENTS)
+    bare = "".join(
+        letter for letter in unicodedata.normalize("NFD", text) if ord(letter) not in _ACCENTS
+    )
     return unicodedata.normalize("NFC", bare)
 
 
@@ -73,7 +77,8 @@ def with_question(message: str, question: str, rng: random.Random) -> str:
 
 def in_chat_template(text: str, rng: random.Random) -> str:
     """`text` inside a chat template, as a scheduler may see it."""
-    form, system = rng.choice(surroundings().templates), rng.choice(surroundings().systems)
+    form = rng.choice(surroundings().templates)
+    system = rng.choice(surroundings().systems)
     wrapped = fill(form, system=system, text=text)
     return wrapped.lower() if rng.random() < 0.15 else wrapped
 

@@ -30,6 +30,11 @@ def quantized(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return stored
 
 
+def _halved(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`state` with every matrix (rows, columns) as fp16."""
+    return {name: value.half() if value.dim() == 2 else value for name, value in state.items()}
+
+
 def save_network(
     network: UrgencyLengthClassifier,
     tokenizer_from: Path | None,
@@ -41,14 +46,13 @@ def save_network(
     folder.mkdir(parents=True, exist_ok=True)
     state = network.state_dict()
     if tokenizer_from is None:
-        state = {name: one for name, one in state.items() if not name.startswith(EMBEDDINGS)}
-    halved = ((name, one.half() if one.dim() == 2 else one) for name, one in state.items())
-    stored = quantized(state) if precision == "int8" else dict(halved)
-    stored = {name: one.contiguous() for name, one in stored.items()}
+        state = {name: value for name, value in state.items() if not name.startswith(EMBEDDINGS)}
+    stored = quantized(state) if precision == "int8" else _halved(state)
+    stored = {name: value.contiguous() for name, value in stored.items()}
     save_file(stored, folder / WEIGHTS_FILES[precision])
     # After the new weights are written: a failure must not leave the folder without any.
-    for other in WEIGHTS_FILES.keys() - {precision}:
-        (folder / WEIGHTS_FILES[other]).unlink(missing_ok=True)
+    for old_precision in WEIGHTS_FILES.keys() - {precision}:
+        (folder / WEIGHTS_FILES[old_precision]).unlink(missing_ok=True)
     config = network.config.to_diff_dict()
     config["architectures"] = [type(network).__name__]
     text = json.dumps(config, indent=2, sort_keys=True)

@@ -37,11 +37,10 @@ def student_of(teacher: UrgencyLengthClassifier, count: int) -> UrgencyLengthCla
     config = copy.deepcopy(teacher.config)
     config.n_layers = count
     student = UrgencyLengthClassifier(config)
-    own, others = student.distilbert, teacher.distilbert
-    own.embeddings.load_state_dict(others.embeddings.state_dict())
+    student.distilbert.embeddings.load_state_dict(teacher.distilbert.embeddings.state_dict())
     last = teacher.config.n_layers - 1
-    for place, layer in enumerate(own.transformer.layer):
-        source = others.transformer.layer[round(place * last / (count - 1))]
+    for place, layer in enumerate(student.distilbert.transformer.layer):
+        source = teacher.distilbert.transformer.layer[round(place * last / (count - 1))]
         layer.load_state_dict(source.state_dict())
     return student
 
@@ -72,7 +71,7 @@ def align(
             rate = _RATE * min(1.0, progress / _WARMUP, (1 - progress) / (1 - _WARMUP))
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            ids, mask = tokenizer.pad([rows[at] for at in batch])
+            ids, mask = tokenizer.pad([rows[place] for place in batch])
             with autocast():
                 loss = _distance(student, teacher_states(teacher, ids, mask, prefix), ids, mask)
             take_step(optimizer, loss, weights)
@@ -109,8 +108,8 @@ def _distance(
     step = (len(aims) - 1) // (len(states) - 1)
     real = mask.bool()
     layers = [
-        functional.mse_loss(one[real].float(), aim[real].float())
-        for one, aim in zip(states[1:], aims[step::step], strict=True)
+        functional.mse_loss(state[real].float(), aim[real].float())
+        for state, aim in zip(states[1:], aims[step::step], strict=True)
     ]
     vectors = functional.cosine_similarity(pooled(states[-1], mask), pooled(aims[-1], mask))
     # The last layer counts as much as all others together.

@@ -42,9 +42,9 @@ def fitted_thresholds(
     highest = _STEPS if certain > 1 else _STEPS * 3 // 2
     least = 1
     if urgent_recall:
-        found = fixed[:2, :2].sum() + table[:, :2].sum(axis=1).cumsum()
+        reached = fixed[:2, :2].sum() + table[:, :2].sum(axis=1).cumsum()
         enough = urgent_recall * (truth <= 1).sum()
-        least = min(highest, max(1, int(numpy.searchsorted(found, enough)) + 1 - _STEPS))
+        least = min(highest, max(1, int(numpy.searchsorted(reached, enough)) + 1 - _STEPS))
     ranges = [(least if place == 1 else 1, highest) for place in range(last)]
     many = int(table.sum())
     shares = table.ravel() / max(1, many)

@@ -51,7 +51,8 @@ def train_all(
     torch.manual_seed(options.seed)
     new = options.base == "pretrained"
     model = _aligned_student(sources, options, scale, layers) if new else load_base(options.base)
-    network, instant = model.network, InstantTable.load(model.folder)
+    network = model.network
+    instant = InstantTable.load(model.folder)
     network.add_attention()
     known = model.has_heads
     teacher = load_network(teacher_folder) if teacher_folder else None
@@ -96,7 +97,8 @@ def train_instant(
 def _aligned_student(sources: Sources, options: Options, scale: float, layers: int) -> Model:
     """A student of the pretrained encoder, also written to OUTPUT/encoder, where `--base` finds it:
     it takes as long as the rest."""
-    folder, rng = options.output / "encoder", random.Random(options.seed)
+    folder = options.output / "encoder"
+    rng = random.Random(options.seed)
     packed = read_encoder(packed_file())
     labeled = _first_round(sources, options.seed, scale * _ALIGNED_SCALE)
     texts = unlabeled_texts(written_texts(), round(_TEXTS_PER_LANGUAGE * scale), rng)
@@ -117,11 +119,16 @@ def calibration_texts(unseen: Sources, seed: int) -> list[Example]:
     written = [*unseen.written, *unseen.written_elsewhere]
     composed = unseen.composer.draw(len(written) // 2, rng)
     visits = rng.sample(unseen.visits, min(len(written), len(unseen.visits)))
-    pairs = [
-        Example(one.text, None, one.output_tokens) for one in (*unseen.prompts, *unseen.questions)
+    return [
+        *written,
+        *composed,
+        *(Example(visit.text, visit.level) for visit in visits),
+        *(
+            Example(pair.text, None, pair.output_tokens)
+            for pair in (*unseen.prompts, *unseen.questions)
+        ),
     ]
-    return [*written, *composed, *(Example(one.text, one.level) for one in visits), *pairs]
 
 
 def _first_round(sources: Sources, seed: int, scale: float) -> list[str]:
-    return [one.text for one in training_round(sources, seed * 1000, scale)]
+    return [example.text for example in training_round(sources, seed * 1000, scale)]

@@ -18,27 +18,31 @@ from vllm_semantic_sched.lab.training.wording import (
 
 def visit_message(visit: TriageVisit, rng: random.Random) -> str:
     """An NHAMCS visit in the words of a relative, the patient, a dispatcher or a nurse."""
-    terms = [term for reason in visit.reasons if (term := lay_term(reason, rng))]
+    terms = [term for term in (lay_term(reason, rng) for reason in visit.reasons) if term]
     if not terms:
         return visit.text
     if rng.random() < 0.3:
         terms = terms[:2]
-    return rng.choice((_relative, _patient, _dispatcher, _nurse, _terse))(visit, terms, rng)
+    tell = rng.choice((_relative, _patient, _dispatcher, _nurse, _terse))
+    return tell(visit, terms, rng)
 
 
 def chart_note(visit: TriageVisit, rng: random.Random) -> str:
     """The complaint of an NHAMCS visit as a chart note: a few words of shorthand."""
-    terms = [term for reason in visit.reasons if (term := chart_term(reason, rng))]
+    terms = [term for term in (chart_term(reason, rng) for reason in visit.reasons) if term]
     if not terms:
         return visit.text
-    note = rng.choice((", ", ", ", " / ", "; ", " & ")).join(terms[: rng.choice((1, 1, 2, 3))])
+    separator = rng.choice((", ", ", ", " / ", "; ", " & "))
+    note = separator.join(terms[: rng.choice((1, 1, 2, 3))])
     if visit.age is not None and rng.random() < 0.2:
         sex = visit.sex[:1].upper()
         note = rng.choice((f"{visit.age}{sex} {note}", f"{note}, {visit.age} yrs"))
     if visit.pain is not None and rng.random() < 0.15:
         note = f"{note}, NRS {visit.pain}"
     case = rng.random()
-    return note.lower() if case < 0.3 else capital(note) if case < 0.4 else note
+    if case < 0.3:
+        return note.lower()
+    return capital(note) if case < 0.4 else note
 
 
 def lay_term(reason: str, rng: random.Random) -> str | None:
@@ -61,11 +65,12 @@ def chart_term(reason: str, rng: random.Random) -> str | None:
     if chart:
         return choose(f"[{chart}]", rng)
     for pattern, finding in visit_texts().findings.items():
-        if match := re.match(pattern, reason):
+        match = re.match(pattern, reason)
+        if match:
             form = fill(visit_texts().finding_forms, place=match[1].lower(), finding=finding)
             return choose(form, rng)
     term = lay_term(reason, rng)
-    return term and _bare(term)
+    return None if term is None else _bare(term)
 
 
 def _bare(term: str) -> str:
@@ -79,14 +84,16 @@ def _listed(terms: list[str], rng: random.Random) -> str:
 
 
 def _subject(visit: TriageVisit, rng: random.Random) -> Person:
-    male, age = visit.sex == "male", 40 if visit.age is None else visit.age
+    male = visit.sex == "male"
+    age = 40 if visit.age is None else visit.age
     names = visit_texts().people[bisect_right((13, 60), age)][male]
     return Person(fill(rng.choice(names), age=str(age), sex=visit.sex), male)
 
 
 def _extras(visit: TriageVisit, who: str, rng: random.Random) -> list[str]:
     """Facts beside the complaint, each left out at times; the age only after a `who`."""
-    facts, words = list[str](), visit_texts()
+    facts: list[str] = []
+    words = visit_texts()
     if who and visit.age is not None and rng.random() < 0.5:
         facts.append(f"{who} {visit.age}.")
     for known, share, texts in (

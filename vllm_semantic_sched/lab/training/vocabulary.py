@@ -27,30 +27,30 @@ def chosen_pieces(
     taking its most frequent pieces.
     """
     kept = dict.fromkeys(pieces.special)
-    for at, text in enumerate(pieces.texts):
+    for piece, text in enumerate(pieces.texts):
         if len(text.removeprefix("▁")) <= 1 and text == text.lower():
-            kept[at] = None
+            kept[piece] = None
     tokenizer = piece_tokenizer(pieces, range(len(pieces.texts)))
 
     def by_frequency(sample: Sequence[str]) -> list[int]:
         counts: Counter[int] = Counter()
         for encoding in tokenizer.encode_batch(list(sample), add_special_tokens=False):
             counts.update(encoding.ids)
-        return [at for at, _ in counts.most_common()]
+        return [piece for piece, _ in counts.most_common()]
 
     kept.update(dict.fromkeys(by_frequency(labeled)[: size - len(kept)]))
     ranked = [by_frequency(sample) for sample in texts.values()]
     # The first choice of every language, then the second of every language, and so on.
-    for _, at in heapq.merge(*map(enumerate, ranked)):
+    for _, piece in heapq.merge(*map(enumerate, ranked)):
         if len(kept) >= size:
             break
-        kept[at] = None
+        kept[piece] = None
     return list(kept)
 
 
 def piece_tokenizer(pieces: Pieces, ids: Iterable[int]) -> Tokenizer:
     """A tokenizer over these pieces; token i is piece `ids[i]`."""
-    vocabulary = [(pieces.texts[at], float(pieces.scores[at])) for at in ids]
+    vocabulary = [(pieces.texts[piece], float(pieces.scores[piece])) for piece in ids]
     begin, _, end, unknown = SPECIAL
     tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=SPECIAL.index(unknown)))
     tokenizer.normalizer = normalizers.Sequence(
