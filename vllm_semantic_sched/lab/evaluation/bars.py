@@ -24,6 +24,8 @@ from vllm_semantic_sched.policy.config.section import PolicyError, Section, pars
 
 
 class SetBars(Section):
+    """The bars of one test set, by the figure's place."""
+
     at_least: dict[str, float] = Field({}, description="Least values.")
     at_most: dict[str, float] = Field({}, description="Greatest values.")
 
@@ -47,25 +49,29 @@ def bars_missed(bars: Mapping[str, SetBars], reports: Mapping[str, Mapping[str, 
     for name, sides in bars.items():
         if name not in reports:
             raise ValueError(f"bars for {name}, which is not measured; measured: {[*reports]}")
-        for side, figure, bar in ((side, *one) for side, part in sides for one in part.items()):
-            found = {at: one for at, one in _found(reports[name], figure) if one is not None}
-            if not found:
-                raise ValueError(f"bars for {name}: there is no figure {figure}")
-            lines += [
-                f"{name}: {place} is {value:.3f}, {side.replace('_', ' ')} {bar:g} is demanded"
-                for place, value in found.items()
-                if not _reached(value, bar, side)
-            ]
+        for side, side_bars in sides:
+            for figure, bar in side_bars.items():
+                figures = dict(_figures_at(reports[name], figure))
+                values = {place: value for place, value in figures.items() if value is not None}
+                if not values:
+                    raise ValueError(f"bars for {name}: there is no figure {figure}")
+                demanded = f"{side.replace('_', ' ')} {bar:g} is demanded"
+                lines += [
+                    f"{name}: {place} is {value:.3f}, {demanded}"
+                    for place, value in values.items()
+                    if not _reached(value, bar, side)
+                ]
     return lines
 
 
 def _reached(value: float, bar: float, side: str) -> bool:
     # A share such as 0.8 may come out of a division a rounding below it.
-    close = math.isclose(value, bar, rel_tol=1e-9)
-    return close or (value > bar if side == "at_least" else value < bar)
+    if math.isclose(value, bar, rel_tol=1e-9):
+        return True
+    return value > bar if side == "at_least" else value < bar
 
 
-def _found(report: Any, figure: str, place: str = "") -> Iterator[tuple[str, float | None]]:
+def _figures_at(report: Any, figure: str, place: str = "") -> Iterator[tuple[str, float | None]]:
     """The figures at a path with stars, each with its path; None for an undefined one."""
     if not figure:
         if report is None or isinstance(report, int | float):
@@ -73,7 +79,9 @@ def _found(report: Any, figure: str, place: str = "") -> Iterator[tuple[str, flo
         return
     key, _, rest = figure.partition(".")
     if isinstance(report, list):
-        report = {str(at): value for at, value in enumerate(report)}
-    for name, value in report.items() if isinstance(report, Mapping) else ():
+        report = {str(index): value for index, value in enumerate(report)}
+    if not isinstance(report, Mapping):
+        return
+    for name, value in report.items():
         if key in (name, "*"):
-            yield from _found(value, rest, f"{place}.{name}".lstrip("."))
+            yield from _figures_at(value, rest, f"{place}.{name}".lstrip("."))

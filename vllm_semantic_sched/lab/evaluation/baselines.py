@@ -54,10 +54,10 @@ def tfidf_baselines(examples: Sequence[Example]) -> dict[str, Guesser]:
     A baseline is left out without two different levels, or two lengths. ValueError if the texts
     hold no words.
     """
-    leveled = [one for one in examples if one.level is not None]
-    sized = [one for one in examples if one.output_tokens is not None]
+    leveled = [example for example in examples if example.level is not None]
+    sized = [example for example in examples if example.output_tokens is not None]
     guessers: dict[str, Guesser] = {}
-    if len({one.level for one in leveled}) > 1:
+    if len({example.level for example in leveled}) > 1:
         guessers[TFIDF_LEVELS] = _levels_guesser(leveled)
     if len(sized) > 1:
         guessers[TFIDF_LENGTHS] = _lengths_guesser(sized)
@@ -78,7 +78,8 @@ def _levels_guesser(examples: Sequence[Example]) -> Guesser:
 
 def _lengths_guesser(examples: Sequence[Example]) -> Guesser:
     # Lengths span three orders of magnitude, and errors are relative.
-    model = _fitted(Ridge(), examples, numpy.log([one.output_tokens or 1 for one in examples]))
+    lengths = [example.output_tokens or 1 for example in examples]
+    model = _fitted(Ridge(), examples, numpy.log(lengths))
     return lambda texts: Guess(tokens=numpy.maximum(1.0, numpy.exp(model.predict(texts))).tolist())
 
 

@@ -17,7 +17,8 @@ from vllm_semantic_sched.policy.config.section import Section, parse_section
 
 _Texts = Annotated[tuple[str, ...], Field(min_length=1)]
 _ENDS = ".!?…。！？।؟۔ "
-_URGENT, _CALM = 1, 3
+_URGENT = 1  # levels up to this one
+_CALM = 3  # levels from this one on
 
 
 class CompositionParts(Section):
@@ -53,14 +54,14 @@ def read_composed_set(path: Path) -> LabeledSet:
     after = dict(zip(composed, [*composed[1:], *composed[:1]], strict=True))
     for language, content in data.items():
         name = f"{path / language}.yaml"
-        found: Iterator[tuple[str, Example]]
+        composed_texts: Iterator[tuple[str, Example]]
         if isinstance(content, list):
-            chats = [parse_section(Conversation, one, name) for one in content]
-            found = itertools.chain.from_iterable(map(_turns, chats))
+            chats = [parse_section(Conversation, chat, name) for chat in content]
+            composed_texts = itertools.chain.from_iterable(map(_turns, chats))
         else:
             parts = parse_section(CompositionParts, content, name)
-            found = _compositions(parts, data[after[language]].get("tasks", ()))
-        rows += [(place, language, example) for place, example in found]
+            composed_texts = _compositions(parts, data[after[language]].get("tasks", ()))
+        rows += [(place, language, example) for place, example in composed_texts]
     places, languages, examples = zip(*rows, strict=True)
     return LabeledSet(path.name, examples, {"place": places, "language": languages})
 
@@ -72,24 +73,25 @@ def _compositions(parts: CompositionParts, foreign: Sequence[str]) -> Iterator[t
     def unpunctuated(*texts: str, joiner: str) -> str:
         return f" {joiner} ".join(text.rstrip(_ENDS) for text in texts)
 
-    for at, message in enumerate(parts.emergencies):
-        task, another = tasks[at % len(tasks)], tasks[(at + 1) % len(tasks)]
-        joiner = parts.joiners[at % len(parts.joiners)]
+    for index, message in enumerate(parts.emergencies):
+        task = tasks[index % len(tasks)]
+        another = tasks[(index + 1) % len(tasks)]
+        joiner = parts.joiners[index % len(parts.joiners)]
         for place, text in (
             ("alone", message),
             ("before", f"{message} {task}"),
             ("after", f"{task} {message}"),
             ("between", f"{task} {message} {another}"),
-            ("foreign task", f"{foreign[at % len(foreign)]} {message}"),
+            ("foreign task", f"{foreign[index % len(foreign)]} {message}"),
             ("unpunctuated, before", unpunctuated(message, task, joiner=joiner)),
             ("unpunctuated, after", unpunctuated(task, message, joiner=joiner)),
         ):
             yield place, Example(text, 0)
-    for at, task in enumerate(tasks):
-        yield "two tasks", Example(f"{task} {tasks[(at + 3) % len(tasks)]}", 4)
-    for at, text in enumerate(parts.framed):
+    for index, task in enumerate(tasks):
+        yield "two tasks", Example(f"{task} {tasks[(index + 3) % len(tasks)]}", 4)
+    for index, text in enumerate(parts.framed):
         yield "framed", Example(text, 4)
-        yield "framed and task", Example(f"{text} {tasks[at % len(tasks)]}", 4)
+        yield "framed and task", Example(f"{text} {tasks[index % len(tasks)]}", 4)
     typed = [("surrounded", text, 0) for text in parts.emergencies]
     typed += [("surrounded task", text, 4) for text in tasks]
     for (place, text, level), form in zip(typed, itertools.cycle(parts.surroundings), strict=False):
@@ -98,11 +100,16 @@ def _compositions(parts: CompositionParts, foreign: Sequence[str]) -> Iterator[t
 
 def _turns(chat: Conversation) -> Iterator[tuple[str, Example]]:
     """The chat as it is at each user turn, with what this turn is."""
-    text, started = "", False
-    for turn in chat.turns:
-        text += f"<|im_start|>{turn[0]}\n{turn[1]}<|im_end|>\n"
-        if len(turn) == 3:
-            level = turn[2]
-            started = chat.kind != "never" and (started or level <= _URGENT)
-            part = "no emergency" if not started else "over" if level >= _CALM else "emergency"
-            yield part, Example(f"{text}<|im_start|>assistant\n", level)
+    text = ""
+    started = False
+    for role, words, *level_of_turn in chat.turns:
+        text += f"<|im_start|>{role}\n{words}<|im_end|>\n"
+        if role == "assistant":
+            continue
+        [level] = level_of_turn
+        if chat.kind != "never" and level <= _URGENT:
+            started = True
+        part = "no emergency"
+        if started:
+            part = "over" if level >= _CALM else "emergency"
+        yield part, Example(f"{text}<|im_start|>assistant\n", level)

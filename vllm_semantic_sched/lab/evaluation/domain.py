@@ -22,6 +22,8 @@ WORD = re.compile(r"\{([^{}]*)\}")
 
 
 class Level(Section):
+    """What one urgency level means."""
+
     name: str = Field(min_length=1, description="A word or two for reports.")
     meaning: str = Field(min_length=1, description="What belongs here, as one would tell people.")
 
@@ -52,11 +54,11 @@ class Domain(Section):
     def _labels_unambiguous(cls, labels: dict[str, int]) -> dict[str, int]:
         seen: dict[str, tuple[str, int]] = {}
         for label, level in labels.items():
-            first, other = seen.setdefault(_plain(label), (label, level))
-            if other != level:
+            first, first_level = seen.setdefault(_plain(label), (label, level))
+            if first_level != level:
                 raise ValueError(
                     f"labels: {first!r} and {label!r} are read alike but stand for levels "
-                    f"{other} and {level}"
+                    f"{first_level} and {level}"
                 )
         return labels
 
@@ -75,7 +77,13 @@ class Domain(Section):
         for name, choices in self.words.items():
             if not choices:
                 raise ValueError(f"words.{name}: needs at least one word")
-        for level in sorted({*self.examples, *range(count)}) if self.examples else ():
+        if self.examples:
+            self._check_examples()
+        return self
+
+    def _check_examples(self) -> None:
+        count = len(self.levels)
+        for level in sorted({*self.examples, *range(count)}):
             if not 0 <= level < count:
                 raise ValueError(f"examples.{level}: not a level; valid: 0 to {count - 1}")
             if not self.examples.get(level):
@@ -85,7 +93,6 @@ class Domain(Section):
                     check_template(sentence, self.words)
             except ValueError as error:
                 raise ValueError(f"examples.{level}: {error}") from error
-        return self
 
     @cached_property
     def _label_of_plain(self) -> dict[str, str]:
@@ -96,12 +103,13 @@ class Domain(Section):
         """The level that `label` stands for; case, spaces, hyphens and underscores do not matter.
         ValueError with the labels of each level for any other label."""
         names = self._label_of_plain
-        if (plain := _plain(label)) in names:
+        plain = _plain(label)
+        if plain in names:
             return self.labels[names[plain]]
-        valid = "; ".join(
-            f"{level} = {', '.join(name for name, at in self.labels.items() if at == level)}"
-            for level in sorted(set(self.labels.values()))
-        )
+        by_level: dict[int, list[str]] = {}
+        for name, level in self.labels.items():
+            by_level.setdefault(level, []).append(name)
+        valid = "; ".join(f"{level} = {', '.join(by_level[level])}" for level in sorted(by_level))
         near = difflib.get_close_matches(plain, names, n=1)
         hint = f"did you mean {names[near[0]]!r}? " if near else ""
         raise ValueError(f"label {label!r}: unknown; {hint}valid labels: {valid}")
@@ -111,7 +119,9 @@ def load_domain(name_or_path: str | Path) -> Domain:
     """Read a domain by the name of a shipped one (`emergency`, `incident`) or by path; PolicyError
     if the file is missing, is not YAML, or is invalid."""
     data, source = read_config(name_or_path, kind="domain")
-    return parse_section(Domain, {} if data is None else data, source)
+    if data is None:  # an empty file
+        data = {}
+    return parse_section(Domain, data, source)
 
 
 def check_template(sentence: str, words: Collection[str]) -> None:

@@ -77,7 +77,9 @@ def read_labeled_set(path: Path, domain: Domain | None = None) -> LabeledSet:
         groups["kind"] = kinds
     if path.is_dir():
         groups["language"] = languages
-        groups["English and others"] = ["English" if one == "en" else "others" for one in languages]
+        groups["English and others"] = [
+            "English" if language == "en" else "others" for language in languages
+        ]
     return LabeledSet(path.name, examples, groups)
 
 
@@ -86,7 +88,9 @@ def write_examples(examples: Sequence[Example], path: Path) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(_COLUMNS)
-        writer.writerows((one.text, one.level, one.output_tokens) for one in examples)
+        writer.writerows(
+            (example.text, example.level, example.output_tokens) for example in examples
+        )
 
 
 def builtin_set(name: str, root: Path | None) -> LabeledSet:
@@ -152,7 +156,8 @@ def _row(
     if not text.strip():
         raise ValueError(f"{where}, column text: empty")
     level = tokens = None
-    label, count = ((row.get(column) or "").strip() for column in ("level", "output_tokens"))
+    label = (row.get("level") or "").strip()
+    count = (row.get("output_tokens") or "").strip()
     if not label and not count:
         raise ValueError(f"{where}: neither a level nor output_tokens is given")
     if label:
@@ -164,7 +169,9 @@ def _row(
         tokens = _integer(count)
         if tokens is None or tokens < 1:
             raise ValueError(f"{where}, column output_tokens: {count!r} is not a positive integer")
-    kind = (row["kind"] or "").strip() or "(none)" if "kind" in row else None
+    kind = None
+    if "kind" in row:
+        kind = (row["kind"] or "").strip() or "(none)"
     return Example(text, level, tokens), kind
 
 
@@ -176,8 +183,9 @@ def _level_of(label: str, domain: Domain | None) -> int:
         if not 0 <= number < URGENCY_LEVELS:
             raise ValueError(f"{label} is not a level; valid: 0 to {URGENCY_LEVELS - 1}")
         return number
-    domain = domain or _emergency()
-    return domain.level_of(label if number is None else str(number))
+    if number is not None:
+        label = str(number)  # without a fraction
+    return (domain or _emergency()).level_of(label)
 
 
 _emergency = functools.cache(functools.partial(load_domain, "emergency"))

@@ -1,5 +1,6 @@
 """Measures predictors on labeled texts, with baselines and claims about the urgency."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -63,12 +64,15 @@ def model_guesser(predictor: TextPredictor, advanced: Advanced = lambda count: N
 
 def _guess(predictions: Sequence[Prediction], source: TextPredictor | InstantReader) -> Guess:
     missing = (0.0,) * (URGENCY_LEVELS - source.levels)
-    urgency = [(*one.urgency, *missing) for one in predictions]
+    urgency = [(*prediction.urgency, *missing) for prediction in predictions]
     buckets = source.length_buckets
     if buckets is None:
         return Guess(urgency)
-    lengths = (one.length or () for one in predictions)
-    return Guess(urgency, [expected_output_tokens(one, buckets, 0, "mean") for one in lengths])
+    tokens = [
+        expected_output_tokens(prediction.length or (), buckets, 0, "mean")
+        for prediction in predictions
+    ]
+    return Guess(urgency, tokens)
 
 
 def evaluate_predictor(
@@ -102,14 +106,14 @@ def evaluate_predictor(
     if instant is not None:
         beside[INSTANT] = _guess([instant.read(text) for text in texts], instant)
     lengths = [tokens for answers in _answers(test_set) for tokens in answers.values()]
-    levels = [one.level for one in test_set.examples if one.level is not None]
+    levels = [example.level for example in test_set.examples if example.level is not None]
     guessers = {**constant_baselines(levels, lengths), **baselines}
     beside |= {name: baseline(texts) for name, baseline in guessers.items()}
     sure = decision.model_copy(update={"possible": (2.0, 2.0)})  # off, as on a server
-    figures = {name: figures_of(test_set, other, sure) for name, other in beside.items()}
-    report["baselines"] = {
-        name: one for name, one in figures.items() if one["n_level"] or one["n_length"]
-    }
+    for name, baseline_guess in beside.items():
+        figures = figures_of(test_set, baseline_guess, sure)
+        if figures["n_level"] or figures["n_length"]:
+            report["baselines"][name] = figures
     if claims:
         languages = test_set.groups.get("language")
         report["claims"] = claim_figures(test_set.examples, guesser, decision, languages)
@@ -118,22 +122,28 @@ def evaluate_predictor(
 
 def _level_details(test_set: LabeledSet, guess: Guess, decision: Decision) -> dict[str, Any]:
     """Figures of the other rules, reliability, and figures by group."""
-    others = [decision.model_copy(update={"rule": rule}) for rule in RULES if rule != decision.rule]
+    other_rules = {
+        rule: _level_part(test_set, guess, decision.model_copy(update={"rule": rule}))
+        for rule in RULES
+        if rule != decision.rule
+    }
     places, truth, rows = _leveled(test_set, guess)
     decided = [decide_level(row, decision) for row in rows]
+    by_group = {}
+    if truth:
+        for name, groups in test_set.groups.items():
+            leveled = [groups[place] for place in places]
+            by_group[name] = group_figures(leveled, truth, decided)
     return {
-        **{other.rule: _level_part(test_set, guess, other) for other in others},
+        **other_rules,
         "reliability": reliability(truth, rows) if truth else None,
-        "groups": {
-            name: group_figures([groups[place] for place in places], truth, decided)
-            for name, groups in (test_set.groups if truth else {}).items()
-        },
+        "groups": by_group,
     }
 
 
 def texts_to_read(test_set: LabeledSet, claims: bool) -> int:
     """Number of texts that `evaluate_predictor` reads."""
-    claimed = sum(one.level in (0, 4) for one in test_set.examples)
+    claimed = sum(example.level in (0, 4) for example in test_set.examples)
     rounds = len(CLAIMS) + 1 + ("language" in test_set.groups)
     return len(test_set.examples) + claims * rounds * claimed
 
@@ -166,13 +176,13 @@ def _length_part(test_set: LabeledSet, guess: Guess) -> dict[str, Any]:
     if guess.tokens is None or not any(answers):
         return {**_NO_LENGTHS, "n_length": 0, "per_model": None}
     per_model = {}
-    for name in dict.fromkeys(name for one in answers for name in one):
-        places = [place for place, one in enumerate(answers) if name in one]
+    for name in dict.fromkeys(itertools.chain.from_iterable(answers)):
+        places = [place for place, lengths in enumerate(answers) if name in lengths]
         truth = [answers[place][name] for place in places]
         per_model[name] = length_figures(truth, [guess.tokens[place] for place in places])
     if test_set.answers is None:
         return {**per_model.popitem()[1], "per_model": None}
-    means = {key: fmean(one[key] for one in per_model.values()) for key in _NO_LENGTHS}
+    means = {key: fmean(figures[key] for figures in per_model.values()) for key in _NO_LENGTHS}
     return means | {"n_length": sum(map(bool, answers)), "per_model": per_model}
 
 
@@ -180,7 +190,7 @@ def _answers(test_set: LabeledSet) -> Sequence[Mapping[str, int]]:
     """Per text, output tokens by answering model; "" is the model of a set with single answers."""
     if test_set.answers is not None:
         return test_set.answers
-    lengths = [one.output_tokens for one in test_set.examples]
+    lengths = [example.output_tokens for example in test_set.examples]
     return [{} if tokens is None else {"": tokens} for tokens in lengths]
 
 
@@ -194,19 +204,24 @@ def claim_figures(
     each text, for a claim in that language. Per claim `calm_read_urgent`, the share of the texts of
     level 4 that are read as level 0 or 1, and `urgent_read_calm`, the share of those of level 0
     that are read as 3 or 4; None where there is no such text."""
-    chosen = [place for place, one in enumerate(examples) if one.level in (0, 4)]
-    forms = {NO_CLAIM: ["..."] * len(chosen)}
+    chosen = [place for place, example in enumerate(examples) if example.level in (0, 4)]
+    forms = {NO_CLAIM: ["..."] * len(chosen)}  # by claim, of each chosen text
     forms |= {claim: [claim] * len(chosen) for claim in CLAIMS}
     if languages is not None:
         translated = _CLAIM_TEXTS["translated"]  # English where there is no translation
-        forms[TRANSLATED_CLAIM] = [translated.get(languages[at], CLAIMS[0]) for at in chosen]
+        forms[TRANSLATED_CLAIM] = [translated.get(languages[place], CLAIMS[0]) for place in chosen]
+    chosen_examples = [examples[place] for place in chosen]
     figures = {}
-    for claim, places in forms.items():
+    for claim, forms_of_claim in forms.items():
         texts = [
-            form.replace("...", examples[at].text) for form, at in zip(places, chosen, strict=True)
+            form.replace("...", example.text)
+            for form, example in zip(forms_of_claim, chosen_examples, strict=True)
         ]
-        rows = zip(chosen, guesser(texts).urgency or (), strict=False)
-        levels = [(examples[at].level, decide_level(row, decision)) for at, row in rows]
+        rows = guesser(texts).urgency or ()
+        levels = [
+            (example.level, decide_level(row, decision))
+            for example, row in zip(chosen_examples, rows, strict=False)
+        ]
         calm = [level <= LAST_URGENT_LEVEL for true, level in levels if true == 4]
         urgent = [level >= FIRST_CALM_LEVEL for true, level in levels if true == 0]
         figures[claim] = {"calm_read_urgent": mean(calm), "urgent_read_calm": mean(urgent)}

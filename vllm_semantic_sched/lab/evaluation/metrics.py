@@ -16,9 +16,10 @@ from sklearn.metrics import cohen_kappa_score, roc_auc_score
 from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import decide_level, mistake_cost
 
-LAST_URGENT_LEVEL, FIRST_CALM_LEVEL = 1, 3
-"""Levels up to the first are urgent, in `auc`, `urgent_recall` and `urgent_precision`; levels from
-the second on are not, in `false_alarms`."""
+LAST_URGENT_LEVEL = 1
+"""Levels up to this one are urgent, in `auc`, `urgent_recall` and `urgent_precision`."""
+FIRST_CALM_LEVEL = 3
+"""Levels from this one on are not urgent, in `false_alarms`."""
 
 CALIBRATION_BINS = 15
 _DECILES = 10
@@ -44,7 +45,8 @@ def disagreement(tables: NDArray[Any]) -> NDArray[numpy.float64]:
     the decided level; 0 where kappa is undefined."""
     levels = range(tables.shape[-1])
     distance = numpy.square(numpy.subtract.outer(levels, levels))
-    rows, columns = tables.sum(axis=-1), tables.sum(axis=-2)
+    rows = tables.sum(axis=-1)
+    columns = tables.sum(axis=-2)
     by_chance = numpy.einsum("...t,...d,td->...", rows, columns, distance)
     seen = numpy.einsum("...td,td->...", tables, distance) * rows.sum(axis=-1)
     shares: NDArray[numpy.float64] = seen / numpy.maximum(1, by_chance)
@@ -102,7 +104,8 @@ def level_figures(
     pairs = list(zip(truth, decided, strict=True))
     confusion = confusion_matrix(truth, decided, levels)
     recall = _right_of_each(confusion)
-    last, prices = LAST_URGENT_LEVEL, Decision()
+    last = LAST_URGENT_LEVEL
+    prices = Decision()
     urgent_shares = [math.fsum(row[: last + 1]) for row in probabilities]
     return {
         "n_level": len(truth),
@@ -134,14 +137,15 @@ def group_figures(
     For shares of the most and the least urgent texts see `_at_the_ends`.
     """
     members: dict[str, list[tuple[int, int]]] = {}
-    for group, *pair in zip(groups, truth, decided, strict=True):
-        members.setdefault(group, []).append((pair[0], pair[1]))
+    for group, true, level in zip(groups, truth, decided, strict=True):
+        members.setdefault(group, []).append((true, level))
     figures = {}
     for group, pairs in members.items():
+        true_levels, decided_levels = zip(*pairs, strict=True)
         figures[group] = {
             "n": len(pairs),
             "accuracy": mean([true == level for true, level in pairs]),
-            "kappa": quadratic_weighted_kappa(*zip(*pairs, strict=True)),
+            "kappa": quadratic_weighted_kappa(true_levels, decided_levels),
             "recall_within_one": mean([abs(true - level) <= 1 for true, level in pairs]),
             **_at_the_ends(pairs),
         }

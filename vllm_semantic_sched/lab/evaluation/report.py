@@ -65,19 +65,22 @@ Figures = Mapping[str, Any]
 
 
 def evaluation_page(report: Figures) -> Page:
+    """A report of `evaluate_predictor`: tables of levels, groups, claims and lengths, as far as
+    it has them."""
     parts: list[Table | Chart] = []
     if report["n_level"]:
         parts += _level_tables(report)
         parts.append(_reliability_chart(report["reliability"]))
     for name, groups in report["groups"].items():
         rows = [
-            [group, str(one["n"]), *_cells(one, _GROUP_COLUMNS, 2)] for group, one in groups.items()
+            [group, str(figures["n"]), *_cells(figures, _GROUP_COLUMNS, 2)]
+            for group, figures in groups.items()
         ]
         parts.append(Table(f"By {name}", [name, "n", *_GROUP_COLUMNS.values()], rows))
     if report["claims"]:
         rows = [
-            [f"`{claim}`", *_cells(one, _CLAIM_COLUMNS, 2)]
-            for claim, one in report["claims"].items()
+            [f"`{claim}`", *_cells(figures, _CLAIM_COLUMNS, 2)]
+            for claim, figures in report["claims"].items()
         ]
         parts.append(Table("Claims about urgency", ["the prompt", *_CLAIM_COLUMNS.values()], rows))
     if report["n_length"]:
@@ -98,7 +101,9 @@ def summary_page(reports: Mapping[str, Figures]) -> Page:
     """Several reports, each of which has its own page in the folder of its name."""
     first = next(iter(reports.values()))
     descriptions = Table(
-        "Texts", ["texts", "description"], [[n, one["description"]] for n, one in reports.items()]
+        "Texts",
+        ["texts", "description"],
+        [[name, report["description"]] for name, report in reports.items()],
     )
     return Page(
         "Predictor",
@@ -113,7 +118,8 @@ def _rule_text(decision: Figures) -> str:
     if decision["rule"] == "most_likely":
         return "most_likely"
     if decision["rule"] == "thresholds":
-        return f"thresholds ({', '.join(f'{one:g}' for one in decision['thresholds'])})"
+        thresholds = ", ".join(f"{threshold:g}" for threshold in decision["thresholds"])
+        return f"thresholds ({thresholds})"
     prices = ", ".join(f"{price:g}" for price in decision["missed_cost"])
     return f"{decision['rule']} (missed_cost {prices})"
 
@@ -136,7 +142,7 @@ def _summary_tables(reports: Mapping[str, Figures]) -> Iterator[Table]:
 
 def _with_baselines(report: Figures, count: str) -> list[tuple[str, Figures]]:
     """The figures of the predictor and of the baselines that predict the label."""
-    known = [(name, one) for name, one in report["baselines"].items() if one[count]]
+    known = [(name, figures) for name, figures in report["baselines"].items() if figures[count]]
     return [(_MODEL, report), *known]
 
 
@@ -145,12 +151,12 @@ def _level_tables(report: Figures) -> Iterator[Table]:
     model, *baselines = _with_baselines(report, "n_level")
     rules = [(f"predictor, {_RULES[rule]}", report[rule]) for rule in RULES if rule in report]
     named = [model, *rules, *baselines]
-    rows = [[name, *_cells(one, _LEVEL_COLUMNS)] for name, one in named]
-    title, header = f"Urgency levels (n = {report['n_level']})", ["", *_LEVEL_COLUMNS.values()]
-    yield Table(title, header, rows, note=_LEVEL_LEGEND)
+    rows = [[name, *_cells(figures, _LEVEL_COLUMNS)] for name, figures in named]
+    title = f"Urgency levels (n = {report['n_level']})"
+    yield Table(title, ["", *_LEVEL_COLUMNS.values()], rows, note=_LEVEL_LEGEND)
     levels = range(len(report["confusion"]))
     for figure in ("recall", "precision"):
-        rows = [[name, *_cells(one[figure], levels, 2)] for name, one in named]
+        rows = [[name, *_cells(figures[figure], levels, 2)] for name, figures in named]
         header = [f"{figure} of", *(f"level {level}" for level in levels)]
         yield Table(figure.capitalize(), header, rows)
     rows = [[str(level), *map(str, report["confusion"][level])] for level in levels]
@@ -159,18 +165,26 @@ def _level_tables(report: Figures) -> Iterator[Table]:
 
 def _length_table(report: Figures) -> Table:
     """Figures of the predictor and the baselines."""
-    title, legend = f"Output lengths (n = {report['n_length']})", _LENGTH_LEGEND
+    title = f"Output lengths (n = {report['n_length']})"
+    legend = _LENGTH_LEGEND
     if report["per_model"]:
         legend += " Means over the models that answered."
     named = _with_baselines(report, "n_length")
-    rows = [[name, *_cells(one, _LENGTH_COLUMNS)] for name, one in named]
+    rows = [[name, *_cells(figures, _LENGTH_COLUMNS)] for name, figures in named]
     return Table(title, ["", *_LENGTH_COLUMNS.values()], rows, note=legend)
 
 
 def _cells(figures: Any, columns: Iterable[Any], digits: int = 3) -> list[str]:
-    whole = "mean_absolute_error_tokens"
-    pairs = ((figures[key], 0 if key == whole else digits) for key in columns)
-    return ["-" if value is None else f"{value:.{places}f}" for value, places in pairs]
+    cells = []
+    for key in columns:
+        value = figures[key]
+        if value is None:
+            cells.append("-")
+        elif key == "mean_absolute_error_tokens":
+            cells.append(f"{value:.0f}")
+        else:
+            cells.append(f"{value:.{digits}f}")
+    return cells
 
 
 def _reliability_chart(reliability: Sequence[Figures]) -> Chart:
@@ -181,7 +195,8 @@ def _reliability_chart(reliability: Sequence[Figures]) -> Chart:
     for part in bins:
         label = f"{part['n']} texts, {part['accuracy']:.1%} right"
         boxes.append((part["low"], part["high"], 0.0, part["n"] / total, label))
-    confidence, accuracy = ([part[key] for part in bins] for key in ("confidence", "accuracy"))
+    confidence = [part["confidence"] for part in bins]
+    accuracy = [part["accuracy"] for part in bins]
     return Chart(
         "Reliability of the probabilities",
         "probability of the most likely level",

@@ -17,7 +17,12 @@ from vllm_semantic_sched.policy.retention import HostRoom, plan_preemption
 PROMPTS = (60, 120, 250, 500, 1000, 1900, 3800, 7600)
 GENERATED = (10, 50, 150, 400)
 
-MEDIAN_TARGET, P90_TARGET, CHOICE_TARGET = 0.15, 0.30, 0.95
+MEDIAN_TARGET = 0.15
+"""Largest median error."""
+P90_TARGET = 0.30
+"""Largest 90th percentile of the errors."""
+CHOICE_TARGET = 0.95
+"""Smallest share of good choices."""
 GOOD_CHOICE = 1.1
 """A choice is good if it takes at most this many times as long as the best plan."""
 
@@ -61,8 +66,11 @@ class Verdict(NamedTuple):
 
     @property
     def met(self) -> bool:
-        median, p90 = map(max, zip(self.recompute, self.swap, strict=True))
-        return median <= MEDIAN_TARGET and p90 <= P90_TARGET and self.choice >= CHOICE_TARGET
+        """Whether all targets are met; that of choices without `SLOWDOWNS`."""
+        for median, p90 in (self.recompute, self.swap):
+            if median > MEDIAN_TARGET or p90 > P90_TARGET:
+                return False
+        return self.choice >= CHOICE_TARGET
 
 
 def make_lengths(longest: int) -> list[tuple[int, int]]:
@@ -83,13 +91,18 @@ def measure_points(
     copies = engine.copy(totals, max(3, 2 * repeats.number), repeats.seed)
 
     points = []
-    for pair, *times in zip(lengths, seconds, copies.save, copies.load, strict=True):
-        tokens = sum(pair)
+    for pair, recomputes, saves, loads in zip(
+        lengths, seconds, copies.save, copies.load, strict=True
+    ):
+        prompt, generated = pair
+        tokens = prompt + generated
         whole_blocks = -(-tokens // engine.block_size) * engine.block_size
-        recompute, save, load = (reduce_seconds(one, repeats.statistic) for one in times)
+        save = reduce_seconds(saves, repeats.statistic)
+        load = reduce_seconds(loads, repeats.statistic)
         point = Point(
-            *pair,
-            recompute=recompute,
+            prompt=prompt,
+            generated=generated,
+            recompute=reduce_seconds(recomputes, repeats.statistic),
             swap=save + load,
             predicted_recompute=profile.prefill_alone(tokens, engine.token_budget),
             predicted_swap=profile.save(whole_blocks) + profile.load(whole_blocks),
@@ -99,6 +112,7 @@ def measure_points(
 
 
 def judge(profile: EngineProfile, points: Sequence[Point]) -> Verdict:
+    """Compare the predictions with what was measured."""
     shares = {
         slowdown: float(np.mean([point.chooses_well(profile, slowdown) for point in points]))
         for slowdown in SLOWDOWNS
@@ -106,14 +120,18 @@ def judge(profile: EngineProfile, points: Sequence[Point]) -> Verdict:
     worst = min(SLOWDOWNS, key=shares.__getitem__)
 
     def errors(kind: str) -> tuple[float, float]:
-        measured, predicted = (
-            np.array([getattr(point, name) for point in points])
-            for name in (kind, f"predicted_{kind}")
-        )
+        measured = np.array([getattr(point, kind) for point in points])
+        predicted = np.array([getattr(point, f"predicted_{kind}") for point in points])
         median, p90 = np.percentile(abs(predicted - measured) / measured, (50, 90))
         return float(median), float(p90)
 
-    return Verdict(errors("recompute"), errors("swap"), shares[1.0], shares[worst], worst)
+    return Verdict(
+        recompute=errors("recompute"),
+        swap=errors("swap"),
+        choice=shares[1.0],
+        worst_choice=shares[worst],
+        worst_slowdown=worst,
+    )
 
 
 def report(profile: EngineProfile, points: Sequence[Point], verdict: Verdict) -> dict[str, Any]:

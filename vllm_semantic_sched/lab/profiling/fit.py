@@ -32,7 +32,7 @@ def fit_nonnegative(features: Any, seconds: Any) -> tuple[Any, Any]:
     scale = np.maximum(np.abs(rows).max(axis=0), np.finfo(float).tiny)
     rows = rows / scale
     start, _ = nnls(rows, np.ones(len(rows)))
-    found = least_squares(
+    fit = least_squares(
         lambda x: rows @ x - 1,
         np.maximum(start, 2 * _NEGLIGIBLE),
         jac=lambda x: rows,
@@ -40,21 +40,35 @@ def fit_nonnegative(features: Any, seconds: Any) -> tuple[Any, Any]:
         loss="soft_l1",
         f_scale=_TRUSTED_ERROR,
     )
-    return found.x / scale, rows @ found.x - 1
+    return fit.x / scale, rows @ fit.x - 1
 
 
 def fit_steps(steps: Sequence[Step]) -> tuple[dict[str, Any], Residual]:
     """The terms of an `EngineProfile` (`alpha1`, `alpha2`, `batch`), all fitted at once, so that no
     term absorbs the time of another."""
-    features = [
-        (1, one.sequences, one.prefills, one.context, one.prefill_tokens, one.prefill_squares)
-        for one in (step.batch for step in steps)
-    ]
-    found, errors = fit_nonnegative(features, [step.seconds for step in steps])
-    *terms, alpha2, alpha1 = map(_rounded, found)
-    names = ("step", "per_sequence", "per_prefill", "per_context_token")
-    batch = BatchTerms.model_validate(dict(zip(names, terms, strict=True)))
-    return {"alpha1": alpha1, "alpha2": alpha2, "batch": batch}, _residual(errors)
+    features = []
+    for batch in (step.batch for step in steps):
+        features.append(
+            (
+                1,
+                batch.sequences,
+                batch.prefills,
+                batch.context,
+                batch.prefill_tokens,
+                batch.prefill_squares,
+            )
+        )
+    coefficients, errors = fit_nonnegative(features, [step.seconds for step in steps])
+    start, per_sequence, per_prefill, per_context_token, alpha2, alpha1 = map(
+        _rounded, coefficients
+    )
+    terms = BatchTerms(
+        step=start,
+        per_sequence=per_sequence,
+        per_prefill=per_prefill,
+        per_context_token=per_context_token,
+    )
+    return {"alpha1": alpha1, "alpha2": alpha2, "batch": terms}, _residual(errors)
 
 
 def fit_profile(base: EngineProfile, steps: Sequence[Step]) -> tuple[EngineProfile, float]:
@@ -77,13 +91,14 @@ def fit_profile(base: EngineProfile, steps: Sequence[Step]) -> tuple[EngineProfi
 
 
 def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> LineFit:
+    """Seconds by amount, in the units of the amounts."""
     (start, slope), errors = fit_nonnegative([(1, amount) for amount in amounts], seconds)
     return LineFit(_rounded(start), _rounded(slope), _residual(errors))
 
 
 def _residual(errors: Any) -> Residual:
-    median, p90 = (_rounded(size, 2) for size in np.percentile(abs(errors), (50, 90)))
-    return Residual(points=len(errors), median=median, p90=p90)
+    median, p90 = np.percentile(abs(errors), (50, 90))
+    return Residual(points=len(errors), median=_rounded(median, 2), p90=_rounded(p90, 2))
 
 
 def _rounded(value: Any, digits: int = 4) -> float:

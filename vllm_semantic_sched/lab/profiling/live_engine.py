@@ -26,6 +26,8 @@ class BadOptions(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Step:
+    """An engine step, from its scheduling to its output."""
+
     batch: Batch
     seconds: float
 
@@ -55,7 +57,8 @@ class LiveEngine:
         self._engine = LLMEngine.from_engine_args(arguments, UsageContext.OPENAI_API_SERVER)
         self._core: Any = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
         self._config: Any = self._engine.vllm_config
-        scheduler, limits = self._core.scheduler, self._config.scheduler_config
+        scheduler = self._core.scheduler
+        limits = self._config.scheduler_config
         self.max_model_len = int(self._config.model_config.max_model_len)
         self.seats = int(limits.max_num_seqs)
         self.token_budget = int(limits.max_num_batched_tokens)
@@ -72,7 +75,8 @@ class LiveEngine:
         import torch
         import vllm
 
-        model, cache = self._config.model_config, self._config.cache_config
+        model = self._config.model_config
+        cache = self._config.cache_config
         bytes_per_block = self.copy([self.block_size], repeats=1).bytes_per_block
         return {
             "vllm": vllm.__version__,
@@ -94,6 +98,7 @@ class LiveEngine:
 
     @property
     def hardware(self) -> str:
+        """The device, and how many of it; of a CPU engine, the processor and its cores."""
         if self._config.device_config.device_type == "cuda":
             import torch
 
@@ -123,19 +128,24 @@ class LiveEngine:
         """Time copies of the KV of each number of tokens; of several workers the slowest counts."""
         blocks = [-(-count // self.block_size) for count in tokens]
         job: Any = time_copies
-        found: list[Copies] = self._engine.collective_rpc(job, args=(blocks, repeats, seed))
-        sizes, *times = zip(*found, strict=True)
-        save, load = (np.max(seconds, axis=0).tolist() for seconds in times)
-        return Copies(sum(sizes), save, load)
+        workers: list[Copies] = self._engine.collective_rpc(job, args=(blocks, repeats, seed))
+        return Copies(
+            bytes_per_block=sum(copies.bytes_per_block for copies in workers),
+            save=np.max([copies.save for copies in workers], axis=0).tolist(),
+            load=np.max([copies.load for copies in workers], axis=0).tolist(),
+        )
 
     def close(self) -> None:
+        """Shut the engine down; it cannot be used again."""
         self._core.shutdown()
 
     def _watch_steps(self) -> None:
         from vllm_semantic_sched.engine.clock import StepClock, batch_of
 
-        scheduler, clock = self._core.scheduler, StepClock()
-        schedule, update = scheduler.schedule, scheduler.update_from_output
+        scheduler = self._core.scheduler
+        clock = StepClock()
+        schedule = scheduler.schedule
+        update = scheduler.update_from_output
 
         def timed_schedule(*args: Any, **kwargs: Any) -> Any:
             begin = time.monotonic()
@@ -145,12 +155,14 @@ class LiveEngine:
 
         def timed_update(output: Any, *args: Any, **kwargs: Any) -> Any:
             step = clock.finished(output, time.monotonic())
-            if step is not None and step[0].sequences:
-                self._steps.append(Step(*step))
-            found = update(output, *args, **kwargs)
+            if step is not None:
+                batch, seconds = step
+                if batch.sequences:
+                    self._steps.append(Step(batch, seconds))
+            result = update(output, *args, **kwargs)
             if not scheduler.requests:
                 clock.idle()
-            return found
+            return result
 
         scheduler.schedule = timed_schedule
         scheduler.update_from_output = timed_update
@@ -190,7 +202,8 @@ def time_copies(worker: Any, blocks: list[int], repeats: int, seed: int) -> Copi
     for repeat in range(repeats + 1):
         for place, count in enumerate(blocks):
             order = torch.randperm(regions[0].shape[0] - 1, generator=generator)
-            rows, slots = (order[:count] + 1).tolist(), [range(count)]
+            rows = (order[:count] + 1).tolist()  # not the null block
+            slots = [range(count)]
             saved = timed(partial(backend.save, rows, slots))
             loaded = timed(partial(backend.load, rows, slots))
             if repeat:
@@ -221,6 +234,7 @@ def _engine_arguments(options: Sequence[str]) -> Any:
 
 
 def processor() -> str:
+    """Name of the processor, as Linux has it; elsewhere what Python knows."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -10,6 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from vllm_semantic_sched.lab.profiling.fit import (
+    LineFit,
     fit_line,
     fit_steps,
     merge_decodes,
@@ -74,18 +75,20 @@ def measure_profile(
     engine: LiveEngine, grid: Grid, options: Sequence[str], repeats: Repeats
 ) -> EngineProfile:
     """Measure a grid on an engine with these options."""
-    found, decoding = _measure_steps(engine, grid, repeats)
+    steps, decoding = _measure_steps(engine, grid, repeats)
     statistic = f"{repeats.statistic} of {repeats.number}"
-    terms, residual = fit_steps(found)
+    terms, residual = fit_steps(steps)
     alone = [step for step in decoding if step.batch.decodes == 1]
     decode = fit_line([step.batch.context for step in alone], [step.seconds for step in alone])
     copies = engine.copy(grid.transfers, max(3, 2 * repeats.number), repeats.seed)
-    save, load = (
-        fit_line(grid.transfers, [reduce_seconds(one, repeats.statistic) for one in times])
-        for times in (copies.save, copies.load)
-    )
+
+    def fit_copies(seconds: list[list[float]]) -> LineFit:
+        times = [reduce_seconds(of_size, repeats.statistic) for of_size in seconds]
+        return fit_line(grid.transfers, times)
+
+    save = fit_copies(copies.save)
+    load = fit_copies(copies.load)
     contexts = [tokens for _, tokens in grid.decodes]
-    residuals = {"step": residual, "decode": decode.residual}
     return EngineProfile(
         hardware=engine.hardware,
         model=engine.model,
@@ -103,7 +106,12 @@ def measure_profile(
             decode_batch=(1, max(count for count, _ in grid.decodes)),
             transfer_tokens=(grid.transfers[0], grid.transfers[-1]),
         ),
-        residuals=residuals | {"load": load.residual, "save": save.residual},
+        residuals={
+            "step": residual,
+            "decode": decode.residual,
+            "load": load.residual,
+            "save": save.residual,
+        },
         environment=Environment(
             **engine.describe(),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -124,7 +132,9 @@ def _measure_steps(
     engine.run([grid.prefills[0], grid.prefills[len(grid.prefills) // 2]], 4)
     engine.run([min(grid.prefills[-1], engine.token_budget)], 1)
     runs = run_repeats(engine, points, repeats)
-    prefills, decodes, mixed = list[Step](), list[Step](), list[Step]()
+    prefills: list[Step] = []
+    decodes: list[Step] = []
+    mixed: list[Step] = []
     for (lengths, output_tokens), point in zip(points, runs, strict=True):
         steps = reduce_steps(point, repeats.statistic)
         if output_tokens == 1:
@@ -132,7 +142,8 @@ def _measure_steps(
             continue
         mixed += [step for step in steps if step.batch.prefills and len(lengths) > 1]
         decode = merge_decodes([*chain.from_iterable(point)], repeats.statistic)
-        decodes += [decode] if decode else []
+        if decode is not None:
+            decodes.append(decode)
     return [*prefills, *decodes, *mixed], decodes
 
 
@@ -146,6 +157,7 @@ def run_repeats(
     with tqdm(total=repeats.number * len(points), unit="point", disable=repeats.quiet) as bar:
         for _ in range(repeats.number):
             for place in random.permutation(len(points)).tolist():
-                runs[place].append(engine.run(*points[place]))
+                prompt_lengths, output_tokens = points[place]
+                runs[place].append(engine.run(prompt_lengths, output_tokens))
                 bar.update()
     return runs

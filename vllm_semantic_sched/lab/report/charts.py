@@ -41,7 +41,8 @@ def chart_json(chart: Chart, element: str) -> dict[str, Any]:
     )
     plot.toolbar.logo = None
     plot.y_range.flipped = chart.downwards
-    legend, heights = [], list[float]()
+    legend = []
+    heights: list[float] = []
     for mark in chart.marks:
         renderer = _draw(plot, mark)
         tooltip = (mark.name, "@x: @y") if isinstance(mark, Line) else ("", "@label")

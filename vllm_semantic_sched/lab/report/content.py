@@ -107,6 +107,7 @@ def installed_versions(*names: str) -> dict[str, str]:
 
 
 def python_and_versions(*names: str) -> dict[str, object]:
+    """Versions of Python, of this package and of those distributions that are installed."""
     return {"python": platform.python_version(), **installed_versions(*names)}
 
 
@@ -141,7 +142,8 @@ def grouped_bars(
 
 
 def series_colors(names: Sequence[str]) -> dict[str, str]:
-    return {name: SERIES_COLORS[n % len(SERIES_COLORS)] for n, name in enumerate(names)}
+    """A color of `SERIES_COLORS` for each name, in turn."""
+    return dict(zip(names, itertools.cycle(SERIES_COLORS), strict=False))
 
 
 def level_title(level: str) -> str:

@@ -30,7 +30,9 @@ _END_COLORS = {
 }
 _OTHER_END_COLOR = "#8c8c8c"
 _LAYERS = {WAITING: 0, SWAPPED: 0, RUNNING: 1, HELD: 2}  # order of drawing, lowest first
-_SEAT, _WAIT = 0.4, 0.08  # half of a bar's height, in rows
+# Half of a bar's height, in rows.
+_SEAT = 0.4
+_WAIT = 0.08
 
 _Box = tuple[float, float, float, float, str]
 
@@ -53,26 +55,34 @@ def gantt_chart(title: str, spans: Iterable[Span], requests: int) -> Chart:
     if len(rows) < requests:
         note += f" {len(rows)} of {requests} requests are shown (at most {MOST_BARS} bars)."
     height = min(900, 260 + 7 * len(rows))
-    labels = title, "seconds", "request, in order of arrival"
-    return Chart(*labels, _marks(rows), note=note, downwards=True, height=height)
+    return Chart(
+        title,
+        x_label="seconds",
+        y_label="request, in order of arrival",
+        marks=_marks(rows),
+        note=note,
+        downwards=True,
+        height=height,
+    )
 
 
 def _marks(rows: Sequence[Sequence[Span]]) -> list[Mark]:
     bars: defaultdict[tuple[int, str, str], list[_Box]] = defaultdict(list)
     ends: defaultdict[str, list[tuple[float, int, str]]] = defaultdict(list)
     arrivals: dict[int, tuple[float, int, str]] = {}
-    in_rows = ((row, *one) for row, own in enumerate(rows) for one in phases(own))
-    for row, phase, start, end, span in in_rows:
-        head = f"request {span.request}, urgency {span.level}"
-        arrivals[row] = span.arrival, row, f"{head}: arrives at {span.arrival:.3f} s"
-        if end > start:
-            name = f"urgency {span.level}" if phase == RUNNING else phase
-            color = level_color(span.level) if phase == RUNNING else _COLORS[phase]
-            text = f"{head}: {phase} from {start:.3f} to {end:.3f} s"
-            half = _SEAT if _LAYERS[phase] else _WAIT
-            bars[_LAYERS[phase], name, color].append((start, end, row - half, row + half, text))
-        if phase == RUNNING:
-            ends[span.end_kind].append((end, row, f"{head}: {span.end_kind} at {end:.3f} s"))
+    for row, own_spans in enumerate(rows):
+        for phase, start, end, span in phases(own_spans):
+            head = f"request {span.request}, urgency {span.level}"
+            arrivals[row] = (span.arrival, row, f"{head}: arrives at {span.arrival:.3f} s")
+            if end > start:
+                name = f"urgency {span.level}" if phase == RUNNING else phase
+                color = level_color(span.level) if phase == RUNNING else _COLORS[phase]
+                text = f"{head}: {phase} from {start:.3f} to {end:.3f} s"
+                layer = _LAYERS[phase]
+                half = _SEAT if layer else _WAIT
+                bars[layer, name, color].append((start, end, row - half, row + half, text))
+            if phase == RUNNING:
+                ends[span.end_kind].append((end, row, f"{head}: {span.end_kind} at {end:.3f} s"))
     marks: list[Mark] = [
         Boxes(name, bars[layer, name, color], color, opacity=0.65 if name == HELD else 1.0)
         for layer, name, color in sorted(bars)

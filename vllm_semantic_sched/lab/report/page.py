@@ -52,8 +52,11 @@ def markdown(page: Page, links: Mapping[str, str] | None = None) -> str:
     lines = [f"# {page.title}", "", page.sentence, ""]
     for part in page.parts:
         if isinstance(part, Table):
-            table = [*_markdown_table(part, links or {}), ""] if part.rows else []
-            lines += [f"## {part.title}", "", *table, *([part.note, ""] if part.note else [])]
+            lines += [f"## {part.title}", ""]
+            if part.rows:
+                lines += [*_markdown_table(part, links or {}), ""]
+            if part.note:
+                lines += [part.note, ""]
     return "\n".join(lines)
 
 
@@ -70,11 +73,16 @@ def _markdown_table(table: Table, links: Mapping[str, str]) -> Iterator[str]:
     words[0] = True
 
     def line(cells: Sequence[str]) -> str:
-        places = zip(cells, widths, words, strict=True)
-        padded = (text.ljust(width) if word else text.rjust(width) for text, width, word in places)
+        padded = [
+            text.ljust(width) if word else text.rjust(width)
+            for text, width, word in zip(cells, widths, words, strict=True)
+        ]
         return f"| {' | '.join(padded)} |"
 
     head, *body = rows
     yield line(head)
-    yield line(["-" * (width - 1) + ":-"[word] for width, word in zip(widths, words, strict=True)])
+    rules = []
+    for width, word in zip(widths, words, strict=True):
+        rules.append("-" * width if word else "-" * (width - 1) + ":")
+    yield line(rules)
     yield from map(line, body)

@@ -1,5 +1,6 @@
 """A capacity plan as the rows of a table, as files and as an HTML page."""
 
+import itertools
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -34,18 +35,18 @@ def rows(scenario: Scenario, answers: Answers) -> list[list[str]]:
     def cells(question: Question) -> list[str]:
         best = [answers[scheduler, question].best for scheduler in schedulers]
         if question == "load":
-            return ["none" if one is None else number_text(rate(one)) for one in best]
-        return [f"more than {MOST_ENGINES}" if one is None else str(one.engines) for one in best]
+            return ["none" if trial is None else number_text(rate(trial)) for trial in best]
+        none = f"more than {MOST_ENGINES}"
+        return [none if trial is None else str(trial.engines) for trial in best]
 
     lines = [["largest load that keeps all promises, requests/s", *cells("load")]]
     for question, routing in ENGINE_QUESTIONS.items():
         lines.append([f"engines for the given load, {routing}", *cells(question)])
     trials = [answers[scheduler, "now"].trials[0] for scheduler in schedulers]
     promises = scenario.slos(schedulers[-1])
-    for level, metric in (
-        *((str(level), metric) for level in range(len(promises)) for metric in _LEVEL_METRICS),
-        *((ALL, metric) for metric in _ALL_METRICS),
-    ):
+    levels = map(str, range(len(promises)))
+    shown = [*itertools.product(levels, _LEVEL_METRICS), *itertools.product([ALL], _ALL_METRICS)]
+    for level, metric in shown:
         values = [trial.levels.get(level, {}).get(metric, math.nan) for trial in trials]
         if level != ALL and all(map(math.isnan, values)):
             continue
@@ -77,12 +78,12 @@ def write_plan(folder: Path, scenario: Scenario, answers: Answers) -> list[Path]
         "scenario": scenario.settings.model_dump(mode="json"),
         "answers": [
             {
-                "scheduler": one.scheduler,
-                "question": one.question,
-                "best": None if one.best is None else one.trials.index(one.best),
-                "trials": list(map(asdict, one.trials)),
+                "scheduler": answer.scheduler,
+                "question": answer.question,
+                "best": None if answer.best is None else answer.trials.index(answer.best),
+                "trials": list(map(asdict, answer.trials)),
             }
-            for one in answers.values()
+            for answer in answers.values()
         ],
     }
     table = [["", *scenario.policies], *rows(scenario, answers)]
@@ -94,17 +95,24 @@ def plan_page(scenario: Scenario, answers: Answers) -> Page:
     schedulers = list(scenario.policies)
     colors = series_colors(schedulers)
     now = answers[schedulers[0], "now"].trials[0]
-    lines, engines = [], {}
+    lines = []
+    engines = {}
     for name in schedulers:
         trials = sorted(answers[name, "load"].trials, key=lambda trial: trial.load)
         lines.append(Line(name, [*map(rate, trials)], [*map(_kept, trials)], colors[name]))
         best = [answers[name, question].best for question in ENGINE_QUESTIONS]
-        engines[name] = [math.nan if one is None else one.engines for one in best]
-    title, routings = "Engines for the given load", list(ENGINE_QUESTIONS.values())
+        engines[name] = [math.nan if trial is None else trial.engines for trial in best]
     parts: list[Table | Chart] = [
         Table("Plan", ["", *schedulers], rows(scenario, answers)),
         Chart("Lowest share of kept promises, any level", "requests/s", "share", lines),
-        grouped_bars(title, "engines", routings, engines, colors, log=False),
+        grouped_bars(
+            "Engines for the given load",
+            "engines",
+            groups=list(ENGINE_QUESTIONS.values()),
+            series=engines,
+            colors=colors,
+            log=False,
+        ),
     ]
     for name in schedulers:
         answer = answers[name, "now"]
@@ -120,8 +128,16 @@ def plan_page(scenario: Scenario, answers: Answers) -> Page:
 def _trials(answers: Answers) -> Table:
     columns = ["policy", "question", "requests/s", "engines", "kept promises", "holds"]
     cells: list[list[str | float]] = []
-    for one in answers.values():
-        for trial in one.trials:
-            figures = rate(trial), trial.engines, _kept(trial), "yes" if trial.holds else "no"
-            cells.append([one.scheduler, one.question, *figures])
+    for answer in answers.values():
+        for trial in answer.trials:
+            cells.append(
+                [
+                    answer.scheduler,
+                    answer.question,
+                    rate(trial),
+                    trial.engines,
+                    _kept(trial),
+                    "yes" if trial.holds else "no",
+                ]
+            )
     return Table("Trials", columns, cells, note="Kept promises: the lowest share of any level.")

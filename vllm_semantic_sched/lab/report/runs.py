@@ -38,7 +38,8 @@ def level_names(cells: Sequence[Cell]) -> list[str]:
 
 def point_texts(cell: Cell) -> list[str]:
     """The values of the swept fields as text."""
-    return [v if isinstance(v, str) else json.dumps(v) for v in cell.point.values()]
+    values = cell.point.values()
+    return [value if isinstance(value, str) else json.dumps(value) for value in values]
 
 
 def metric_values(cells: Sequence[Cell], level: str, metric: str) -> list[float]:
@@ -78,7 +79,8 @@ def write_table(
 ) -> list[Path]:
     """Write NAME.csv, with an empty cell for None, and NAME.json; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    table, facts = folder / f"{name}.csv", folder / f"{name}.json"
+    table = folder / f"{name}.csv"
+    facts = folder / f"{name}.json"
     with table.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(rows)
     facts.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -113,17 +115,25 @@ def _level_chart(cells: Sequence[Cell], metric: str) -> Chart:
         cell.scheduler: [metric_values([cell], level, metric)[0] for level in levels]
         for cell in cells
     }
-    title, colors = f"{metric}: {METRICS[metric]}", series_colors(list(series))
-    return grouped_bars(title, metric, list(map(level_title, levels)), series, colors)
+    return grouped_bars(
+        f"{metric}: {METRICS[metric]}",
+        metric,
+        groups=list(map(level_title, levels)),
+        series=series,
+        colors=series_colors(list(series)),
+    )
 
 
 def _swept_charts(cells: Sequence[Cell], metric: str, axis: Sequence[str]) -> Iterator[Chart]:
     """A line per level over the sweep's first axis, in a chart per scheduler and other point."""
     charts: defaultdict[str, list[Cell]] = defaultdict(list)
     for cell in cells:
-        others = ((name.split(".")[-1], v) for name, v in cell.point.items() if name not in axis)
-        title = ", ".join([cell.scheduler, *(f"{name}={value}" for name, value in others)])
-        charts[title].append(cell)
+        others = [
+            f"{field.rpartition('.')[2]}={value}"
+            for field, value in cell.point.items()
+            if field not in axis
+        ]
+        charts[", ".join([cell.scheduler, *others])].append(cell)
     for title, members in charts.items():
         lines = [
             Line(
@@ -139,8 +149,15 @@ def _swept_charts(cells: Sequence[Cell], metric: str, axis: Sequence[str]) -> It
             float(place): ", ".join(str(cell.point[field]) for field in axis)
             for place, cell in enumerate(members)
         }
-        head = f"{metric}: {title}", ", ".join(axis), metric
-        yield Chart(*head, lines, note=METRICS[metric], x_ticks=ticks, log_y=True)
+        yield Chart(
+            f"{metric}: {title}",
+            x_label=", ".join(axis),
+            y_label=metric,
+            marks=lines,
+            note=METRICS[metric],
+            x_ticks=ticks,
+            log_y=True,
+        )
 
 
 def _depth_chart(title: str, cell: Cell) -> Chart:
@@ -170,15 +187,16 @@ def trace_page(
     sentence = f"{requests} requests of an event log. Times are seconds since its first line."
     if reader.unreadable:
         sentence += f" {reader.unreadable} lines could not be read."
-    preemptions = {kind: None for row in rows for kind in row["preemptions"]}
+    kinds = {kind: None for row in rows for kind in row["preemptions"]}
     figures = [name for name in rows[0] if name != "preemptions"]
+    cells = []
+    for row in rows:
+        counts = (row["preemptions"].get(kind, 0) for kind in kinds)
+        cells.append([*(row[name] for name in figures), *counts])
     table = Table(
         "Tiers",
-        [*(name.replace("_", " ") for name in figures), *preemptions],
-        [
-            [*(row[name] for name in figures), *(row["preemptions"].get(k, 0) for k in preemptions)]
-            for row in rows
-        ],
+        [*(name.replace("_", " ") for name in figures), *kinds],
+        cells,
         note="Times in seconds; held: sum over all requests; raised: requests, by a second look. "
         "Last columns: preemptions by what happened to the KV.",
     )
