@@ -101,7 +101,7 @@ def run_tests(
     tests: Iterable[str] = TESTS,
     chosen: Collection[str] = (),
     tree: Path | None = None,
-    at: Environment | None = None,
+    environment: Environment | None = None,
     workers: int = 2,
 ) -> dict[str, Outcome]:
     """Runs the tests of a vLLM and returns their outcomes by name.
@@ -112,22 +112,22 @@ def run_tests(
         tests: files.
         chosen: names of the tests to run; empty: all.
         tree: folder with vLLM, its tests and models, instead of the installed vLLM.
-        at: another environment than this one.
+        environment: another one than this.
         workers: processes that run tests, each of which imports vLLM anew; 0 runs them in one.
     """
     folder = tree or prepare(installed_release())
     path = (ROOT, SCRIPTS) if tree is None else (tree, ROOT, SCRIPTS)
-    environment = (
-        os.environ
-        | ({} if at is None else dict(at.variables))
-        | {
-            "PYTHONPATH": os.pathsep.join(map(str, path)),
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-        }
-    )
-    python = sys.executable if at is None else str(at.python)
+    variables = dict(os.environ)
+    python = sys.executable
+    if environment is not None:
+        variables |= environment.variables
+        python = str(environment.python)
+    variables |= {
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
     command = [python, "-m", "pytest", "-c", os.devnull, f"--rootdir={folder}", "-q"]
     command += ["-p", "no:cacheprovider", "--timeout=300", "--tb=line", f"--junit-xml={report}"]
     command += ["-p", "conformance_plugin", "-n", str(workers)]
@@ -135,17 +135,17 @@ def run_tests(
     report.unlink(missing_ok=True)
     with log.open("w") as out, tempfile.TemporaryDirectory() as own:
         if base == DOOR:
-            environment["CONFORMANCE_DOOR"] = "1"
+            variables["CONFORMANCE_DOOR"] = "1"
         elif base is not None:
             policy = Path(own) / f"{base}.yaml"
             policy.write_text(POLICY.format(base=base))
-            environment["SEMSCHED_POLICY"] = str(policy)
+            variables["SEMSCHED_POLICY"] = str(policy)
         if chosen:
             names = Path(own) / "chosen.txt"
             names.write_text("\n".join(chosen))
-            environment["CONFORMANCE_CHOSEN"] = str(names)
+            variables["CONFORMANCE_CHOSEN"] = str(names)
         subprocess.run(
-            [*command, *tests], cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT
+            [*command, *tests], cwd=folder, env=variables, stdout=out, stderr=subprocess.STDOUT
         )
     if not report.exists():
         raise SystemExit(f"the tests did not run; see {log}")
@@ -186,7 +186,8 @@ def recorded(version: str) -> list[str]:
 def required(version: str, base: str) -> list[str]:
     """The tests that must pass under a base policy or at the `DOOR`: those recorded, except for
     tests that depend on vLLM's order, which only `fcfs` keeps."""
-    names = recorded(f"{version}-{DOOR}" if base == DOOR else version)
+    list_name = f"{version}-{DOOR}" if base == DOOR else version
+    names = recorded(list_name)
     if base in ("fcfs", DOOR):
         return names
     ordered = yaml.safe_load((RECORDS / "order.yaml").read_text())
@@ -224,7 +225,8 @@ def main() -> int:
         "--record", action="store_true", help="store first what passes with vLLM's class"
     )
     args = parser.parse_args()
-    if unknown := set(args.bases) - {*BASES, DOOR}:
+    unknown = set(args.bases) - {*BASES, DOOR}
+    if unknown:
         parser.error(f"unknown base policy: {', '.join(unknown)}")
     output = args.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
@@ -236,7 +238,8 @@ def main() -> int:
             print(f"vLLM {name}: {len(recorded(name))} of {len(outcomes)} tests pass", flush=True)
     result = {}
     listed = (RECORDS / f"{version}-{DOOR}.txt").exists()
-    for base in args.bases or (*BASES, *[DOOR] * listed):
+    bases = (*BASES, DOOR) if listed else BASES
+    for base in args.bases or bases:
         begin = time.monotonic()
         lost = lost_tests(base, output)
         count = len(required(version, base))
@@ -246,7 +249,8 @@ def main() -> int:
         for name, reason in lost.items():
             print(f"  lost: {name}\n        {reason[:300]}", flush=True)
     (output / f"{version}.json").write_text(json.dumps(result, indent=2) + "\n")
-    return 1 if any(one["lost"] or not one["passed"] for one in result.values()) else 0
+    failed = any(counts["lost"] or not counts["passed"] for counts in result.values())
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -31,48 +31,54 @@ class Outcome(NamedTuple):
     failed: int
 
     def __str__(self) -> str:
-        return f"{self.passed} passed" + (f", {self.failed} failed" if self.failed else "")
+        if self.failed:
+            return f"{self.passed} passed, {self.failed} failed"
+        return f"{self.passed} passed"
 
 
-def run(at: Environment, log: Path, *arguments: str | Path) -> int:
+def run(installed: Environment, log: Path, *arguments: str | Path) -> int:
     """Runs Python in an environment, with its output in a file; the exit status."""
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     quiet |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    variables = os.environ | quiet | at.variables | {"PYTHONPATH": str(ROOT)}
+    variables = os.environ | quiet | installed.variables | {"PYTHONPATH": str(ROOT)}
     with log.open("w") as out:
         done = subprocess.run(
-            [at.python, *arguments], cwd=ROOT, env=variables, stdout=out, stderr=subprocess.STDOUT
+            [installed.python, *arguments],
+            cwd=ROOT,
+            env=variables,
+            stdout=out,
+            stderr=subprocess.STDOUT,
         )
     return done.returncode
 
 
-def run_tests(at: Environment, report: Path, selected: str) -> Outcome:
+def run_tests(installed: Environment, report: Path, selected: str) -> Outcome:
     """Runs the tests of this project that an expression of markers selects."""
     report.unlink(missing_ok=True)
     command = ["-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     command += ["-m", f"({selected}) and not study", "-p", "no:cacheprovider"]
-    status = run(at, report.with_suffix(".log"), *command, f"--junit-xml={report}")
+    status = run(installed, report.with_suffix(".log"), *command, f"--junit-xml={report}")
     if not report.exists():
         raise SystemExit(f"the tests did not run; see {report.with_suffix('.log')}")
-    (suite,) = ElementTree.parse(report).iter("testsuite")
+    [suite] = ElementTree.parse(report).iter("testsuite")
     failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
     passed = int(suite.get("tests", 0)) - failed - int(suite.get("skipped", 0))
     return Outcome(passed, failed or int(status != 0))
 
 
-def conformance(at: Environment, version: str, folder: Path, record: bool) -> Outcome:
+def conformance(installed: Environment, version: str, folder: Path, record: bool) -> Outcome:
     """Runs vLLM's own scheduler tests under each base policy."""
     release, _, patched = version.partition("+")
     record = record and not patched
     words = ["--record"] if record or not (RECORDS / f"{release}.txt").exists() else []
     log = folder / f"{version}-conformance.log"
-    run(at, log, SCRIPTS / "conformance.py", "--output", folder / version, *words)
+    run(installed, log, SCRIPTS / "conformance.py", "--output", folder / version, *words)
     file = folder / version / f"{release}.json"
     if not file.exists():
         raise SystemExit(f"the tests did not run; see {log}")
     bases = yaml.safe_load(file.read_text()).values()
-    lost = sum(len(one["lost"]) for one in bases)
-    return Outcome(sum(one["passed"] for one in bases), lost)
+    lost = sum(len(result["lost"]) for result in bases)
+    return Outcome(sum(result["passed"] for result in bases), lost)
 
 
 def main() -> int:
@@ -88,19 +94,20 @@ def main() -> int:
     table: dict[str, dict[str, str]] = {}
     good = True
     for version in args.versions:
-        at = environment(version)
+        installed = environment(version)
         if version == PATCHED:
-            patch_installed(at.folder, back=False)
-        row = table[version] = {"model": "yes" if at.model else "no"}
+            patch_installed(installed.folder, back=False)
+        row = table[version] = {"model": "yes" if installed.model else "no"}
         for column in args.only or COLUMNS:
             begin = time.monotonic()
             report = folder / f"{version}-{column}.xml"
             if column == "unit":
-                outcome = run_tests(at, report, "not engine")
+                outcome = run_tests(installed, report, "not engine")
             elif column == "engine":
-                outcome = run_tests(at, report, "engine" if at.model else "engine and not model")
+                selected = "engine" if installed.model else "engine and not model"
+                outcome = run_tests(installed, report, selected)
             else:
-                outcome = conformance(at, version, folder, args.record)
+                outcome = conformance(installed, version, folder, args.record)
             good = good and not outcome.failed
             row[column] = str(outcome)
             seconds = time.monotonic() - begin

@@ -104,18 +104,19 @@ def apply_to_copy(source: Path, patches: list[Path], target: Path, *options: str
     """Applies patches to a copy of what they touch; SystemExit if one does not fit."""
     copy_files(source, touched_files(patches), target)
     for patch in patches:
-        if problem := git_apply(patch, target, *options):
+        problem = git_apply(patch, target, *options)
+        if problem:
             raise SystemExit(f"{patch.name} does not apply:\n{problem}")
     return target
 
 
-def overlay(at: Environment, version: str, source: Path, changed: Path, target: Path) -> Path:
+def overlay(venv: Environment, version: str, source: Path, changed: Path, target: Path) -> Path:
     """A folder with vLLM and its tests in which `changed` replaces files, else links."""
     from conformance import prepare
 
     models = prepare(version)
     shutil.rmtree(target, ignore_errors=True)
-    installed = installed_in(at.folder).packages
+    installed = installed_in(venv.folder).packages
     for origin, name in ((installed / "vllm", "vllm"), (source / "tests", "tests")):
         shutil.copytree(origin, target / name, copy_function=os.symlink)
     for folder in models.iterdir():
@@ -135,34 +136,41 @@ def check(version: str, quick: bool) -> bool:
     well."""
     from conformance import TESTS, run_tests
 
-    patches, source, work = series(version), unpack_source(version), WORK / version
+    patches = series(version)
+    source = unpack_source(version)
+    work = WORK / version
     sets = {patch.name: [patch] for patch in patches} | {"all together": patches}
     changed = {
-        name: apply_to_copy(source, some, work / "changed" / name) for name, some in sets.items()
+        name: apply_to_copy(source, subset, work / "changed" / name)
+        for name, subset in sets.items()
     }
     print(f"vLLM {version}: {len(patches)} patches apply, each alone and all together", flush=True)
     if quick:
         return True
     good = True
-    at = environment(version)
+    installed = environment(version)
 
     def run(tests: Sequence[str], files: Path, name: str) -> dict[str, Outcome]:
-        tree = overlay(at, version, source, files, work / "tree")
-        return run_tests(None, work / f"{name}.xml", tests, tree=tree, at=at)
+        tree = overlay(installed, version, source, files, work / "tree")
+        report = work / f"{name}.xml"
+        return run_tests(None, report, tests, tree=tree, environment=installed)
 
-    for name, some in sets.items():
-        tests = [file for file in touched_files(some) if file.startswith("tests/")]
+    for name, subset in sets.items():
+        tests = [file for file in touched_files(subset) if file.startswith("tests/")]
         outcomes = run(tests, changed[name], "new").values()
         passed = sum(outcome.passed for outcome in outcomes)
         good &= passed == len(outcomes) > 0
         print(f"  {name}: {passed} of {len(outcomes)} new tests pass", flush=True)
     tests = [*TESTS, *MORE_TESTS]
-    before = [name for name, one in run(tests, work / "nothing", "before").items() if one.passed]
+    outcomes_before = run(tests, work / "nothing", "before")
+    before = [name for name, outcome in outcomes_before.items() if outcome.passed]
     after = run(tests, changed["all together"], "after")
     lost = [name for name in before if name not in after or not after[name].passed]
     kept = len(before) - len(lost)
-    found = f"{len(before)} pass without patches, {kept} of them with all"
-    print(f"  vLLM's own tests: {found}", flush=True)
+    print(
+        f"  vLLM's own tests: {len(before)} pass without patches, {kept} of them with all",
+        flush=True,
+    )
     for name in lost:
         print(f"    lost: {name}", flush=True)
     return good and not lost and bool(before)
@@ -209,10 +217,10 @@ def installed_in(venv: Path) -> Installed:
         ).stdout
     except (OSError, subprocess.CalledProcessError):
         raise SystemExit(f"{venv} is not a virtual environment.") from None
-    found = read_installed(Path(json.loads(told)))
-    if found is None:
+    vllm = read_installed(Path(json.loads(told)))
+    if vllm is None:
         raise SystemExit(f"vLLM is not installed in {venv}.")
-    return found
+    return vllm
 
 
 def patch_installed(venv: Path, back: bool) -> None:
@@ -248,7 +256,8 @@ def patch_installed(venv: Path, back: bool) -> None:
             place.unlink(missing_ok=True)
             if (work / file).exists():
                 shutil.copy(work / file, place)
-        print(f"vLLM {vllm.version} in {venv}: {len(patches)} patches {'off' if back else 'on'}.")
+        state = "off" if back else "on"
+        print(f"vLLM {vllm.version} in {venv}: {len(patches)} patches {state}.")
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -34,7 +34,8 @@ _HEAD = (
 )
 _ROOT = Path(__file__).resolve().parents[1]
 _RELEASES = _ROOT / "tests" / "data" / "matrix.yaml"
-KEYS, PAGE = _ROOT / "configs" / "policy-keys.yaml", _ROOT / "docs" / "reference.md"
+KEYS = _ROOT / "configs" / "policy-keys.yaml"
+PAGE = _ROOT / "docs" / "reference.md"
 
 
 class Effect(NamedTuple):
@@ -122,10 +123,10 @@ def releases_table() -> str:
     """A Markdown table of what scripts/matrix.sh has recorded."""
     releases = yaml.safe_load(_RELEASES.read_text(encoding="utf-8"))
     columns = ("model", "unit", "engine", "conformance")
-    rows = [
-        f"| {version} | " + " | ".join(row.get(column, "-") for column in columns) + " |"
-        for version, row in sorted(releases.items())
-    ]
+    rows = []
+    for version, row in sorted(releases.items()):
+        cells = " | ".join(row.get(column, "-") for column in columns)
+        rows.append(f"| {version} | {cells} |")
     return "\n".join([*_RELEASES_HEAD, *rows]) + "\n"
 
 
@@ -141,7 +142,9 @@ def policy_keys() -> str:
             if open_groups[: depth + 1] != groups[: depth + 1]:
                 open_groups = groups[: depth + 1]
                 if not group.endswith("[]"):
-                    lines += [*([""] if depth == 0 else []), f"{mark}{'  ' * depth}{group}:"]
+                    if depth == 0:
+                        lines.append("")
+                    lines.append(f"{mark}{'  ' * depth}{group}:")
         if not groups:
             lines.append("")
         indent = mark + "  " * len(groups)

@@ -50,7 +50,8 @@ def uv_environment(options: dict[str, str]) -> dict[str, str]:
     }
     if options.get("no-index", "").lower() in ("1", "true", "yes", "on"):
         environment["UV_NO_INDEX"] = "1"
-    if certificates := options.get("cert", ""):
+    certificates = options.get("cert", "")
+    if certificates:
         kind = "SSL_CERT_DIR" if Path(certificates).is_dir() else "SSL_CERT_FILE"
         environment[kind] = certificates
     return {name: value for name, value in environment.items() if value}
@@ -60,7 +61,8 @@ def main() -> int:
     listing = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], check=True, capture_output=True, text=True
     ).stdout
-    command, arguments = "install", sys.argv[1:]
+    command = "install"
+    arguments = sys.argv[1:]
     if arguments[:1] == ["compile"]:
         command, *arguments = arguments
     if "--python" not in arguments:

@@ -32,8 +32,9 @@ def _files(package: str, version: str) -> Iterator[tuple[Any, list[Any]]]:
     options, _ = command.parse_args(["--quiet", package])
     with command.main_context():
         session = command.get_default_session(options)
-        found = command._build_package_finder(options, session).find_all_candidates(package)
-        yield session, [one.link for one in found if str(one.version) == version]
+        candidates = command._build_package_finder(options, session).find_all_candidates(package)
+        links = [candidate.link for candidate in candidates if str(candidate.version) == version]
+        yield session, links
 
 
 def has_wheel(package: str, version: str) -> bool:
@@ -102,7 +103,7 @@ def environment(version: str) -> Environment:
         variables = {"SEMSCHED_VENV": str(folder), "SEMSCHED_VLLM": release}
         subprocess.run([SCRIPTS / "setup.sh"], env=os.environ | variables, check=True)
         return Environment(folder, True, {})
-    at = Environment(folder, False, {"VLLM_TARGET_DEVICE": "cpu"})
+    installed = Environment(folder, False, {"VLLM_TARGET_DEVICE": "cpu"})
     packages = [f"vllm=={release}", *_BESIDE]
     ready = folder / "ready"
     if not ready.exists() or ready.read_text().split() != packages:
@@ -111,15 +112,18 @@ def environment(version: str) -> Environment:
             [sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True
         )
         install = [sys.executable, SCRIPTS / "uv_install.py", "--quiet", "--no-deps"]
-        subprocess.run([*install, "--python", at.python, *packages], check=True)
+        subprocess.run([*install, "--python", installed.python, *packages], check=True)
         ask = "import site; print(site.getsitepackages()[0])"
         below, own = (
-            subprocess.run([one, "-c", ask], check=True, capture_output=True, text=True).stdout
-            for one in (sys.executable, at.python)
+            subprocess.run(
+                [python, "-c", ask], check=True, capture_output=True, text=True
+            ).stdout.strip()
+            for python in (sys.executable, installed.python)
         )
-        Path(own.strip(), "zz_base.pth").write_text(_BASE.format(below.strip()))
+        Path(own, "zz_base.pth").write_text(_BASE.format(below))
         for program in Path(sys.executable).parent.iterdir():
-            if not (own_program := at.python.with_name(program.name)).exists():
+            own_program = installed.python.with_name(program.name)
+            if not own_program.exists():
                 own_program.symlink_to(program)
         ready.write_text(" ".join(packages))
-    return at
+    return installed

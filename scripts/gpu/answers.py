@@ -45,7 +45,8 @@ def draw_requests(scale: float) -> list[Request]:
         answer = 2 + int(scale * (40 if urgent else chance.randrange(60, 160)))
         name = f"urgent{index - _OTHERS}" if urgent else f"other{index}"
         tokens = [chance.choice(_TOKENS) for _ in range(prompt)]
-        requests.append(Request(name, tokens, answer, 0 if urgent else 4))
+        urgency = 0 if urgent else 4
+        requests.append(Request(name, tokens, answer, urgency))
     return requests
 
 
@@ -93,41 +94,43 @@ def serve(engine: Any, requests: list[Request], before_urgent: int) -> dict[str,
 
     from vllm_semantic_sched.lab.bench.workload import ANSWER_FIELD
 
-    longest = max(one.answer for one in requests) + _SPARE
+    longest = max(request.answer for request in requests) + _SPARE
     tokens: dict[str, list[int]] = {}
     seconds: list[float] = []
 
-    def add(one: Request) -> None:
+    def add(request: Request) -> None:
         params = SamplingParams(
             temperature=0,
             max_tokens=longest,
             detokenize=False,
-            extra_args={"urgency": one.urgency, ANSWER_FIELD: [one.answer, _END]},
+            extra_args={"urgency": request.urgency, ANSWER_FIELD: [request.answer, _END]},
         )
-        engine.add_request(one.name, {"prompt_token_ids": one.prompt}, params)
+        engine.add_request(request.name, {"prompt_token_ids": request.prompt}, params)
 
     def step() -> None:
         begin = time.perf_counter()
-        for one in engine.step():
-            if one.finished:
+        for output in engine.step():
+            if output.finished:
                 # vLLM appends a part of its own to the name.
-                tokens[one.request_id.partition("-")[0]] = list(one.outputs[0].token_ids)
+                name = output.request_id.partition("-")[0]
+                tokens[name] = list(output.outputs[0].token_ids)
         seconds.append(time.perf_counter() - begin)
 
-    for one in requests:
-        if one.urgency:
-            add(one)
+    for request in requests:
+        if request.urgency:
+            add(request)
     for _ in range(before_urgent):
         step()
-    for one in requests:
-        if not one.urgency:
-            add(one)
+    for request in requests:
+        if not request.urgency:
+            add(request)
     while engine.has_unfinished_requests():
         step()
+    wrong = [request.name for request in requests if len(tokens[request.name]) != request.answer]
     return {
         "tokens": tokens,
         "order": list(tokens),
-        "wrong_lengths": [one.name for one in requests if len(tokens[one.name]) != one.answer],
+        "wrong_lengths": wrong,
         "steps": len(seconds),
         "step": sorted(seconds)[len(seconds) // 2],
     }
@@ -137,7 +140,8 @@ def describe(engine: Any) -> dict[str, Any]:
     """What vLLM chose, and what our scheduler counted, if it is ours."""
     import torch
 
-    config, scheduler = engine.vllm_config, engine.engine_core.engine_core.scheduler
+    config = engine.vllm_config
+    scheduler = engine.engine_core.engine_core.scheduler
     counters = getattr(scheduler, "counters", None)
     totals = counters.totals.items() if counters is not None else ()
     return {
@@ -167,10 +171,10 @@ def main() -> None:
     llm = LLM(**engine_arguments(args.scheduler, args.model, args.out, args.engine))
     started = time.perf_counter() - begin
     engine = llm.llm_engine
-    found = serve(engine, draw_requests(args.scale), max(4, int(30 * args.scale)))
-    found |= {"scheduler": args.scheduler, "started": started} | describe(engine)
-    args.out.write_text(json.dumps(found))
-    print({name: value for name, value in found.items() if name != "tokens"})
+    served = serve(engine, draw_requests(args.scale), max(4, int(30 * args.scale)))
+    served |= {"scheduler": args.scheduler, "started": started} | describe(engine)
+    args.out.write_text(json.dumps(served))
+    print({name: value for name, value in served.items() if name != "tokens"})
 
 
 if __name__ == "__main__":

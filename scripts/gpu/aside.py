@@ -82,8 +82,8 @@ def _tracked(root: Path) -> list[str]:
 
 def _folder(root: Path) -> Path:
     command = ["git", "-C", str(root), "rev-parse", "--absolute-git-dir"]
-    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-    return Path(found) / _FOLDER
+    folder = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return Path(folder) / _FOLDER
 
 
 def _hash(path: Path) -> str | None:

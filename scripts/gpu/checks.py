@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 _PYTHON = sys.executable
 _SEMSCHED = (_PYTHON, "-m", "vllm_semantic_sched.cli")
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # without a compiler
-_BF16, _FP32 = "bf16", "float32"
+_BF16 = "bf16"
+_FP32 = "float32"
 # The small model as it is served on a GPU, and as two schedules are comparable to the token.
 _ON_GPU: dict[str, dict[str, Any]] = {
     _BF16: {
@@ -36,11 +37,15 @@ _ON_CPU: dict[str, dict[str, Any]] = {_FP32: {"dtype": "float32", "enforce_eager
 _SIZES = [1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256]
 # A vocabulary of Llama-3.1's size: the last layer costs time in every step.
 _LLAMA_ARGUMENTS = (
-    *("--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "16384"),
-    *("--max-num-batched-tokens", "2048", "--gpu-memory-utilization", "0.88"),
-    *("--hf-overrides", '{"vocab_size": 128256}', "--no-enable-prefix-caching"),
-    *("--compilation-config", json.dumps(_GRAPHS | {"cudagraph_capture_sizes": _SIZES})),
-)
+    "--load-format", "dummy",
+    "--dtype", "bfloat16",
+    "--max-model-len", "16384",
+    "--max-num-batched-tokens", "2048",
+    "--gpu-memory-utilization", "0.88",
+    "--hf-overrides", '{"vocab_size": 128256}',
+    "--no-enable-prefix-caching",
+    "--compilation-config", json.dumps(_GRAPHS | {"cudagraph_capture_sizes": _SIZES}),
+)  # fmt: skip
 _LOADS: dict[str, tuple[str, float]] = {
     "fcfs": ("fcfs", 0.0),
     "ours-swap": ("semantic-true", 16.0),
@@ -69,7 +74,8 @@ def module(name: str, *arguments: object) -> list[str]:
 def check(args: argparse.Namespace) -> int:
     """A small model under vLLM's scheduler and ours; 1 if a step failed."""
     kinds = _ON_GPU if has_gpu() else _ON_CPU
-    output, model = args.output, args.output / "model"
+    output = args.output
+    model = output / "model"
     sections = (versions_section, answers_section, log_section("torch"), log_section("copies"))
     with Run("vllm-semantic-sched on this machine", output, args.limit, sections) as run:
         run.step(Step("versions", module("versions", output / "versions.json"), 120))
@@ -108,8 +114,8 @@ def load(args: argparse.Namespace) -> int:
     engine = list(_LLAMA_ARGUMENTS) if args.model is None else shlex.split(args.server_args)
     sections = (versions_section, load_section, steps_section)
     with Run("vllm-semantic-sched under load on this machine", output, args.limit, sections) as run:
-        found = module("versions", output / "versions.json", "--versions")
-        run.step(Step("versions", found, 60))
+        versions = module("versions", output / "versions.json", "--versions")
+        run.step(Step("versions", versions, 60))
         if args.model is None:
             shape = ["bench", "make-model", model, "--shape", "llama-3.1-8b"]
             run.step(Step("model", [*_SEMSCHED, *shape], 60))
@@ -144,38 +150,35 @@ def _end(run: Run) -> int:
 
 def read_answers(output: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """The answers' files by kind of engine and scheduler, as far as they are there."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    answers: dict[str, dict[str, dict[str, Any]]] = {}
     for kind in (_BF16, _FP32):
         for name in SCHEDULERS:
             path = output / f"{name}-{kind}.json"
             if path.exists():
-                found.setdefault(kind, {})[name] = json.loads(path.read_text())
-    return found
+                answers.setdefault(kind, {})[name] = json.loads(path.read_text())
+    return answers
 
 
-def equal_answers(first: Mapping[str, Any], other: Mapping[str, Any]) -> int:
+def equal_answers(first: Mapping[str, Any], second: Mapping[str, Any]) -> int:
     """How many requests got the same tokens."""
-    return sum(other["tokens"].get(name) == tokens for name, tokens in first["tokens"].items())
+    return sum(second["tokens"].get(name) == tokens for name, tokens in first["tokens"].items())
 
 
-def problems_of(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
+def problems_of(answers: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
     """What is wrong: answers that are missing or, in float32, differ, and schedulers of ours that
     preempted nothing. In bfloat16 the size of a batch may change an answer."""
     problems = []
-    for kind, runs in found.items():
+    for kind, runs in answers.items():
         for name, run in runs.items():
-            if (
-                kind == _FP32
-                and "fcfs" in runs
-                and (equal_answers(runs["fcfs"], run) < len(runs["fcfs"]["tokens"]))
-            ):
+            first = runs.get("fcfs")
+            if kind == _FP32 and first and equal_answers(first, run) < len(first["tokens"]):
                 problems.append(f"{name}, {kind}: answers differ from those of fcfs")
             if run["wrong_lengths"]:
                 problems.append(f"{name}, {kind}: other lengths than asked for")
             plan = {"ours": _PREEMPTED, "swap": f"{_PREEMPTED} swap"}.get(name)
             if plan and not any(counter.startswith(plan) for counter in run["counters"]):
                 problems.append(f"{name}, {kind}: no {plan}")
-    if not found:
+    if not answers:
         problems.append("no scheduler served its requests")
     return problems
 
@@ -185,9 +188,10 @@ def versions_section(output: Path) -> str:
     path = output / "versions.json"
     if not path.exists():
         return ""
-    found = json.loads(path.read_text())
-    text = ", ".join(f"{name} {value}" for name, value in found.items() if name != "failed")
-    return text + (f". Not importable: {', '.join(found['failed'])}" if found["failed"] else "")
+    versions = json.loads(path.read_text())
+    failed = versions.pop("failed")
+    text = ", ".join(f"{name} {value}" for name, value in versions.items())
+    return f"{text}. Not importable: {', '.join(failed)}" if failed else text
 
 
 def answers_section(output: Path) -> str:
@@ -196,21 +200,41 @@ def answers_section(output: Path) -> str:
     for kind, runs in read_answers(output).items():
         first = runs.get("fcfs")
         for name, run in runs.items():
-            equal = (
-                "-" if first is None else f"{equal_answers(first, run)} of {len(first['tokens'])}"
-            )
+            equal = "-"
+            if first is not None:
+                equal = f"{equal_answers(first, run)} of {len(first['tokens'])}"
             places = [run["order"].index(f"urgent{index}") + 1 for index in range(URGENT)]
             moved = [
-                f"{k}: {v:.0f}" for k, v in run["counters"].items() if k.startswith(_PREEMPTED)
+                f"{counter}: {count:.0f}"
+                for counter, count in run["counters"].items()
+                if counter.startswith(_PREEMPTED)
             ]
             chosen = f"runner {run['runner']}, {run['attention']}, graphs {run['graphs']}"
-            chosen += ", asynchronous" if run["asynchronous"] else ""
-            cells = [f"{name}, {kind}", equal, ", ".join(map(str, places)), ", ".join(moved) or "-"]
-            cells.append(f"{run['step'] * 1e3:.2f}")
-            rows.append([*cells, f"{run['started']:.0f}", chosen])
-    head = ("run", "answers as fcfs", "urgent ones ended as number", "preemptions", "step, ms")
-    head += ("start, s", "vLLM")
-    return "## Answers\n\n" + table(head, rows) if rows else ""
+            if run["asynchronous"]:
+                chosen += ", asynchronous"
+            rows.append(
+                [
+                    f"{name}, {kind}",
+                    equal,
+                    ", ".join(map(str, places)),
+                    ", ".join(moved) or "-",
+                    f"{run['step'] * 1e3:.2f}",
+                    f"{run['started']:.0f}",
+                    chosen,
+                ]
+            )
+    if not rows:
+        return ""
+    head = (
+        "run",
+        "answers as fcfs",
+        "urgent ones ended as number",
+        "preemptions",
+        "step, ms",
+        "start, s",
+        "vLLM",
+    )
+    return "## Answers\n\n" + table(head, rows)
 
 
 def log_section(name: str) -> Callable[[Path], str]:
@@ -227,20 +251,30 @@ def log_section(name: str) -> Callable[[Path], str]:
 
 def load_section(output: Path) -> str:
     """A row per server, and one per level of each."""
-    rows, levels = [], []
+    rows = []
+    levels = []
     for label in _LOADS:
         path = output / f"{label}.json"
         if not path.exists():
             continue
-        found = json.loads(path.read_text())
-        everyone = found["all"]
-        cells = [label, f"{found['rate']:.2f}", f"{everyone['done']} of {everyone['sent']}"]
-        cells += [f"{found['tokens_per_second']:.0f}", f"{everyone['latency']:.2f}"]
-        moved = found["counters"].get("vllm:num_preemptions_total", 0)
-        rows.append([*cells, f"{moved:.0f}", f"{found['start']:.0f}", found["errors"] or "-"])
-        for level, one in found["levels"].items():
-            times = (f"{one[key]:.2f}" for key in ("ttft", "ttft_p50", "ttft_p99", "latency"))
-            levels.append([label, level, f"{one['done']} of {one['sent']}", *times])
+        run = json.loads(path.read_text())
+        everyone = run["all"]
+        preemptions = run["counters"].get("vllm:num_preemptions_total", 0)
+        rows.append(
+            [
+                label,
+                f"{run['rate']:.2f}",
+                f"{everyone['done']} of {everyone['sent']}",
+                f"{run['tokens_per_second']:.0f}",
+                f"{everyone['latency']:.2f}",
+                f"{preemptions:.0f}",
+                f"{run['start']:.0f}",
+                run["errors"] or "-",
+            ]
+        )
+        for level, figures in run["levels"].items():
+            times = (f"{figures[key]:.2f}" for key in ("ttft", "ttft_p50", "ttft_p99", "latency"))
+            levels.append([label, level, f"{figures['done']} of {figures['sent']}", *times])
     if not rows:
         return ""
     head = ("server", "requests/s", "done", "tokens/s", "latency, s", "preemptions", "start, s")
@@ -262,21 +296,21 @@ def steps_section(output: Path) -> str:
         return ""
     rows: list[list[object]] = []
     for tokens in (128, 512, 2048):
-        times = [one.prefill_alone(tokens) for one in profiles.values()]
+        times = [profile.prefill_alone(tokens) for profile in profiles.values()]
         rows.append([f"prefill of {tokens:,} tokens", *_milliseconds(times)])
     for count in (1, 16, 64, 128):
         batch = Batch(decodes=count, context=1_000 * count)
-        times = [one.step(batch) for one in profiles.values()]
+        times = [profile.step(batch) for profile in profiles.values()]
         rows.append([f"decode step of {count}, 1,000 tokens each", *_milliseconds(times)])
     for what in ("load", "save"):
-        times = [getattr(one, what)(1_000) for one in profiles.values()]
+        times = [getattr(profile, what)(1_000) for profile in profiles.values()]
         rows.append([f"{what} of 1,000 tokens", *_milliseconds(times)])
     note = f"Milliseconds. The emulated device runs at the profile {_EMULATED}."
     return f"## Step times\n\n{note}\n\n{table(('', *profiles), rows)}"
 
 
 def _milliseconds(seconds: Sequence[float]) -> list[str]:
-    return [f"{1e3 * one:.2f}" for one in seconds]
+    return [f"{1e3 * time:.2f}" for time in seconds]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -25,9 +25,9 @@ class BadFile(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """Bytes `at` to `at + size` of the file."""
+    """Bytes `begin` to `begin + size` of the file."""
 
-    at: int
+    begin: int
     size: int
     code: bool
     architecture: int
@@ -54,18 +54,19 @@ class Thinned:
 
 def fat_binaries(data: bytes | bytearray) -> Iterator[FatBinary]:
     """The fat binaries of a file, in order. BadFile: it is no such file, or cut off."""
-    at, size = _section(data, _SECTION)
-    end = at + size
-    while at + 16 <= end:
-        magic, _, head, length = struct.unpack_from("<IHHQ", data, at)
+    place, size = _section(data, _SECTION)
+    end = place + size
+    while place + 16 <= end:
+        magic, _, head, length = struct.unpack_from("<IHHQ", data, place)
         if magic != _MAGIC:
-            at += 8  # padding between them
+            place += 8  # padding between them
             continue
-        begin, stop = at + head, at + head + length
+        begin = place + head
+        stop = begin + length
         if stop > end:
-            raise BadFile(f"the fat binary at byte {at} reaches beyond its section")
-        yield FatBinary(at, begin, stop, tuple(_entries(data, begin, stop)))
-        at = stop
+            raise BadFile(f"the fat binary at byte {place} reaches beyond its section")
+        yield FatBinary(place, begin, stop, tuple(_entries(data, begin, stop)))
+        place = stop
 
 
 def thin(
@@ -75,56 +76,59 @@ def thin(
     entries in which this regular expression finds a kernel's mangled name. `spare`: another such
     file to take the smallest foreign code from, if this one is too small to have any."""
     pattern = re.compile(wanted.encode()) if wanted else None
-    found = list(fat_binaries(data))
-    filler = _smallest_foreign(data, found, architecture)
+    binaries = list(fat_binaries(data))
+    filler = _smallest_foreign(data, binaries, architecture)
     if spare is not None:
         filler = _smallest_foreign(spare, list(fat_binaries(spare)), architecture)
     kept = dropped = emptied = 0
-    for one in found:
-        at = one.begin
-        for entry in one.entries:
+    for binary in binaries:
+        free = binary.begin  # where the next entry that is kept goes
+        for entry in binary.entries:
+            stop = entry.begin + entry.size
             chosen = entry.code and entry.architecture == architecture
             if chosen and pattern is not None:
-                chosen = pattern.search(data, entry.at, entry.at + entry.size) is not None
+                chosen = pattern.search(data, entry.begin, stop) is not None
             if not chosen:
                 dropped += entry.size
                 continue
-            data[at : at + entry.size] = bytes(data[entry.at : entry.at + entry.size])
-            at += entry.size
+            data[free : free + entry.size] = bytes(data[entry.begin : stop])
+            free += entry.size
             kept += entry.size
-        if at == one.begin:
+        if free == binary.begin:
             emptied += 1
-            if len(filler) <= one.end - one.begin:
-                data[at : at + len(filler)] = filler
-                at += len(filler)
-        data[at : one.end] = bytes(one.end - at)
-        struct.pack_into("<Q", data, one.header + 8, at - one.begin)
+            if len(filler) <= binary.end - binary.begin:
+                data[free : free + len(filler)] = filler
+                free += len(filler)
+        data[free : binary.end] = bytes(binary.end - free)
+        struct.pack_into("<Q", data, binary.header + 8, free - binary.begin)
     return Thinned(kept, dropped, emptied)
 
 
-def _entries(data: bytes | bytearray, at: int, end: int) -> Iterator[Entry]:
-    while at < end:
-        kind, _, head, payload = struct.unpack_from("<HHIQ", data, at)
-        architecture = struct.unpack_from("<I", data, at + 28)[0]
+def _entries(data: bytes | bytearray, place: int, end: int) -> Iterator[Entry]:
+    while place < end:
+        kind, _, head, payload = struct.unpack_from("<HHIQ", data, place)
+        architecture = struct.unpack_from("<I", data, place + 28)[0]
         size = head + payload
-        if head < 32 or at + size > end:
-            raise BadFile(f"the entry at byte {at} reaches beyond its fat binary")
-        yield Entry(at, size, kind == _CODE, architecture)
-        at += size
+        if head < 32 or place + size > end:
+            raise BadFile(f"the entry at byte {place} reaches beyond its fat binary")
+        yield Entry(place, size, kind == _CODE, architecture)
+        place += size
 
 
-def _smallest_foreign(data: bytes | bytearray, found: list[FatBinary], architecture: int) -> bytes:
+def _smallest_foreign(
+    data: bytes | bytearray, binaries: list[FatBinary], architecture: int
+) -> bytes:
     """The smallest code for another architecture; empty if there is none."""
     foreign = [
         entry
-        for one in found
-        for entry in one.entries
+        for binary in binaries
+        for entry in binary.entries
         if entry.code and entry.architecture != architecture
     ]
     if not foreign:
         return b""
     entry = min(foreign, key=lambda entry: entry.size)
-    return bytes(data[entry.at : entry.at + entry.size])
+    return bytes(data[entry.begin : entry.begin + entry.size])
 
 
 def _section(data: bytes | bytearray, wanted: bytes) -> tuple[int, int]:
@@ -136,7 +140,7 @@ def _section(data: bytes | bytearray, wanted: bytes) -> tuple[int, int]:
     heads = [struct.unpack_from("<IIQQQQ", data, table + i * size) for i in range(count)]
     base = heads[names][4]
     for head in heads:
-        at = base + head[0]
-        if bytes(data[at : data.find(b"\0", at)]) == wanted:
+        name = base + head[0]
+        if bytes(data[name : data.find(b"\0", name)]) == wanted:
             return head[4], head[5]
     raise BadFile(f"no section {wanted.decode()}")

@@ -39,15 +39,18 @@ _ATTENTION_KERNELS = (
 )
 # Of the wheel: sources for compilers, other front ends, and extensions for other models.
 _NOT_OF_VLLM = (
-    *("*.h", "*.hpp", "*.cuh", "*.inl", "*.cu", "*.cpp", "*.jpg", "*/vllm-rs"),
-    *("*/swagger-ui-bundle.js", "*/_vllm_fa2_C*", "*/_flash[mk]*_C*", "*/_qutlass*"),
-    *("*/deep_gemm/*.so", "*/_deepselect*"),
-)
+    "*.h", "*.hpp", "*.cuh", "*.inl", "*.cu", "*.cpp", "*.jpg", "*/vllm-rs",
+    "*/swagger-ui-bundle.js", "*/_vllm_fa2_C*", "*/_flash[mk]*_C*", "*/_qutlass*",
+    "*/deep_gemm/*.so", "*/_deepselect*",
+)  # fmt: skip
 # Of this project: the networks and what they are trained with.
 _NOT_OURS = (WEIGHTS, "*/lab/training/texts/*")
 _SCRIPTS = (
-    *("scripts/gpu_check.sh", "scripts/gpu", "scripts/studies/common.py"),
-    *("scripts/studies/torch_check.py", "scripts/studies/kv_copy.py"),
+    "scripts/gpu_check.sh",
+    "scripts/gpu",
+    "scripts/studies/common.py",
+    "scripts/studies/torch_check.py",
+    "scripts/studies/kv_copy.py",
 )
 _TOKENIZER = "mistral_instruct_tokenizer_240323.model.v3"  # of the benchmark's models
 
@@ -62,8 +65,12 @@ def main() -> None:
     add("out", type=Path, help="folder for the archive, which Git must ignore")
     add("--release", default="0.32.0", help="of vLLM (%(default)s)")
     add("--architecture", type=int, default=90, help="compute capability (%(default)s: H100, H200)")
-    text = "MiB that archive and tracked files without weights may have together (%(default)s)"
-    add("--limit", type=float, default=64.0, help=text)
+    add(
+        "--limit",
+        type=float,
+        default=64.0,
+        help="MiB that archive and tracked files without weights may have together (%(default)s)",
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     cache = CACHE / "gpu-kit" / args.release
@@ -80,10 +87,11 @@ def main() -> None:
 
 def vllm_wheel(release: str, cache: Path) -> Path:
     """The CUDA build's wheel, from the package registry if it is not cached (over 300 MB)."""
-    if not (found := list(cache.glob("vllm-*.whl"))):
+    wheels = list(cache.glob("vllm-*.whl"))
+    if not wheels:
         fetch([f"vllm=={release}"], cache)
-        found = list(cache.glob("vllm-*.whl"))
-    return found[0]
+        wheels = list(cache.glob("vllm-*.whl"))
+    return wheels[0]
 
 
 def fetch(requirements: Iterable[str], folder: Path) -> None:
@@ -130,13 +138,10 @@ def add_vllm(wheel: Path, site: Path, architecture: int) -> None:
 def _thinned(name: str, data: bytes, architecture: int, extension: bytes) -> bytes:
     """The extension with code for one architecture, and a line about it."""
     copy = bytearray(data)
-    attention = name == _ATTENTION
-    done = thin(
-        copy,
-        architecture,
-        _ATTENTION_KERNELS if attention else None,
-        extension if attention else None,
-    )
+    if name == _ATTENTION:
+        done = thin(copy, architecture, wanted=_ATTENTION_KERNELS, spare=extension)
+    else:
+        done = thin(copy, architecture)
     if not done.kept:
         raise SystemExit(f"{name} has no code for sm_{architecture}")
     count = sum(1 for _ in fat_binaries(copy))  # what was written can be read
@@ -157,10 +162,11 @@ def add_packages(wheels: Path, tree: Path) -> None:
     """Install the locked packages and this project into `tree`/site; the wheels are cached."""
     wheels.mkdir(parents=True, exist_ok=True)
     wanted = requirements()
-    if missing := [one for one in wanted if one not in cached(wheels)]:
+    missing = [requirement for requirement in wanted if requirement not in cached(wheels)]
+    if missing:
         fetch(missing, wheels)
     there = cached(wheels)
-    chosen = [*(there[one] for one in wanted), build_own_wheel(tree.parent)]
+    chosen = [*(there[requirement] for requirement in wanted), build_own_wheel(tree.parent)]
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
     command += ["--no-compile", "--target", str(tree / "site"), *_target()]
     subprocess.run([*command, *map(str, chosen)], check=True)
@@ -172,11 +178,11 @@ def add_packages(wheels: Path, tree: Path) -> None:
 
 def cached(wheels: Path) -> dict[str, Path]:
     """Wheels by requirement, `name==version`."""
-    found = {}
+    by_requirement = {}
     for path in wheels.glob("*.whl"):
         name, version = path.name.split("-")[:2]
-        found[f"{_normalized(name)}=={version}"] = path
-    return found
+        by_requirement[f"{_normalized(name)}=={version}"] = path
+    return by_requirement
 
 
 def _normalized(name: str) -> str:

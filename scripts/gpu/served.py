@@ -49,22 +49,24 @@ def level_figures(records: Sequence[Record], wall: float) -> Level:
     """Figures of some requests of a run of `wall` seconds. ValueError without any."""
     if not records:
         raise ValueError("no requests")
-    first = sorted(wall - one.arrival if one.ttft is None else one.ttft for one in records)
-    done = [one.e2e for one in records if one.finish is not None]
+    ttfts = sorted(
+        wall - record.arrival if record.ttft is None else record.ttft for record in records
+    )
+    latencies = [record.e2e for record in records if record.finish is not None]
     return Level(
-        len(records),
-        len(done),
-        statistics.fmean(first),
-        first[len(first) // 2],
-        first[min(len(first) - 1, int(0.99 * len(first)))],
-        statistics.fmean(done) if done else math.nan,
+        sent=len(records),
+        done=len(latencies),
+        ttft=statistics.fmean(ttfts),
+        ttft_p50=ttfts[len(ttfts) // 2],
+        ttft_p99=ttfts[min(len(ttfts) - 1, int(0.99 * len(ttfts)))],
+        latency=statistics.fmean(latencies) if latencies else math.nan,
     )
 
 
 def capacity_of(records: Sequence[Record]) -> float:
     """Requests per second of a batch that was sent at once, by its first three quarters: the last
     ones run with seats free. ValueError: fewer than four were answered."""
-    ends = sorted(one.finish for one in records if one.finish is not None)
+    ends = sorted(record.finish for record in records if record.finish is not None)
     if len(ends) < 4:
         raise ValueError("the batch was not served")
     count = 3 * len(ends) // 4
@@ -73,23 +75,29 @@ def capacity_of(records: Sequence[Record]) -> float:
 
 def scaled(lengths: Lengths, scale: float) -> Lengths:
     """The same distribution of lengths times `scale`."""
-    ends = (max(1, int(scale * end)) for end in (lengths.least, lengths.most))
-    return Lengths(lengths.mu + math.log(scale), lengths.sigma, *ends)
+    return Lengths(
+        mu=lengths.mu + math.log(scale),
+        sigma=lengths.sigma,
+        least=max(1, int(scale * lengths.least)),
+        most=max(1, int(scale * lengths.most)),
+    )
 
 
 def figures(records: Sequence[Record], wall: float) -> dict[str, Any]:
     """Figures of a run, by level and of all."""
-    done = [one for one in records if one.finish is not None]
-    tokens = sum(one.output_tokens for one in done)
-    levels = {str(level): [one for one in records if one.level == level] for level in range(LEVELS)}
+    done = [record for record in records if record.finish is not None]
+    tokens = sum(record.output_tokens for record in done)
+    by_level = {}
+    for level in range(LEVELS):
+        of_level = [record for record in records if record.level == level]
+        if of_level:
+            by_level[str(level)] = asdict(level_figures(of_level, wall))
     return {
         "wall": wall,
         "tokens_per_second": tokens / wall,
-        "wrong_lengths": sum(one.output_tokens != one.wanted_tokens for one in done),
-        "errors": sorted({one.error for one in records if one.error})[:3],
-        "levels": {
-            name: asdict(level_figures(some, wall)) for name, some in levels.items() if some
-        },
+        "wrong_lengths": sum(record.output_tokens != record.wanted_tokens for record in done),
+        "errors": sorted({record.error for record in records if record.error})[:3],
+        "levels": by_level,
         "all": asdict(level_figures(records, wall)),
     }
 
@@ -103,8 +111,8 @@ class Load:
     def send(self, load: Sequence[LoadRequest], stop_after: float) -> tuple[list[Record], float]:
         """The records, and the seconds that the run took."""
         requests = [
-            BenchRequest(index, one.arrival, one.level, one.name, one.answer)
-            for index, one in enumerate(load)
+            BenchRequest(index, drawn.arrival, drawn.level, drawn.name, drawn.answer)
+            for index, drawn in enumerate(load)
         ]
         told = self._client.extras
 
@@ -138,7 +146,7 @@ def run(args: argparse.Namespace) -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     own = args.output / "policy.yaml"
     own.write_text(yaml.safe_dump(policy(swap=False)))
-    (spec,) = parse_schedulers(args.scheduler, str(own.resolve()), host_gib=args.host_gib)
+    [spec] = parse_schedulers(args.scheduler, str(own.resolve()), host_gib=args.host_gib)
     config = ServerConfig(
         model=args.model,
         log=args.output / f"{args.label}-server.log",
@@ -151,7 +159,7 @@ def run(args: argparse.Namespace) -> None:
     longest = lengths["answers"].most + _SPARE_TOKENS
     begin = time.perf_counter()
     with VllmServer(config) as server:
-        found: dict[str, Any] = {"label": args.label, "start": time.perf_counter() - begin}
+        results: dict[str, Any] = {"label": args.label, "start": time.perf_counter() - begin}
         load = Load(LoadClient(server.url, end_token(args.model), longest, spec.body_extras))
         batch = draw_load(LoadConfig(args.batch, 1e9, seed=6, **lengths))
         load.send(batch[:_WARM_UP], 60.0)
@@ -163,18 +171,20 @@ def run(args: argparse.Namespace) -> None:
         count = max(1, round(rate * args.seconds))
         requests = draw_load(LoadConfig(count, rate, **lengths))
         records, wall = load.send(requests, args.seconds + args.drain)
-        found |= {"rate": rate} | figures(records, wall)
-        found["counters"] = {
-            k: v for k, v in read_counters(server.get_text("/metrics")).items() if v
+        results |= {"rate": rate} | figures(records, wall)
+        results["counters"] = {
+            counter: count
+            for counter, count in read_counters(server.get_text("/metrics")).items()
+            if count
         }
-        found["records"] = [
+        results["records"] = [
             {"level": r.level, "arrival": r.arrival, "ttft": r.ttft, "finish": r.finish,
              "prompt": r.prompt_tokens, "tokens": r.output_tokens}
             for r in records
         ]  # fmt: skip
-    (args.output / f"{args.label}.json").write_text(json.dumps(found))
-    print({key: value for key, value in found.items() if key != "records"})
-    if found["all"]["done"] == 0 or found["wrong_lengths"]:
+    (args.output / f"{args.label}.json").write_text(json.dumps(results))
+    print({key: value for key, value in results.items() if key != "records"})
+    if results["all"]["done"] == 0 or results["wrong_lengths"]:
         raise RuntimeError("no request was answered, or an answer has another length")
 
 

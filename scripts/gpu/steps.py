@@ -73,27 +73,27 @@ class Run:
 
     @property
     def failed(self) -> bool:
-        return not all(one.passed for one in self.outcomes)
+        return not all(outcome.passed for outcome in self.outcomes)
 
     def left(self) -> float:
         """Seconds for all further steps."""
         return self._end - time.monotonic()
 
-    def step(self, one: Step) -> bool:
+    def step(self, step: Step) -> bool:
         """Run a step; whether it passed."""
-        return self.together([one])
+        return self.together([step])
 
     def together(self, steps: Sequence[Step]) -> bool:
         """Run steps side by side; whether all passed."""
         if self.left() < _LEAST_SECONDS:
-            for one in steps:
-                self._add(Outcome(one.name, "left out: no time", 0.0))
+            for step in steps:
+                self._add(Outcome(step.name, "left out: no time", 0.0))
             return False
         begin = time.monotonic()
-        processes = [(one, self._start(one)) for one in steps]
-        found = []
-        for one, process in processes:
-            limit = min(begin + one.seconds, self._end)
+        processes = [(step, self._start(step)) for step in steps]
+        outcomes = []
+        for step, process in processes:
+            limit = min(begin + step.seconds, self._end)
             try:
                 code = process.wait(max(0.0, limit - time.monotonic()))
                 status = "passed" if code == 0 else f"failed ({code})"
@@ -102,9 +102,10 @@ class Run:
             # Also after its end: what it started must not disturb the next one.
             _end(process)
             self._running.remove(process)
-            found.append(Outcome(one.name, status, time.monotonic() - begin))
-            self._add(found[-1])
-        return all(one.passed for one in found)
+            outcome = Outcome(step.name, status, time.monotonic() - begin)
+            outcomes.append(outcome)
+            self._add(outcome)
+        return all(outcome.passed for outcome in outcomes)
 
     def judge(self, name: str, problems: Sequence[str]) -> None:
         """Add a step that only looked at what others left."""
@@ -113,18 +114,18 @@ class Run:
 
     def write(self) -> None:
         """Write what there is."""
-        document = {"title": self._title, "steps": [asdict(one) for one in self.outcomes]}
+        document = {"title": self._title, "steps": [asdict(outcome) for outcome in self.outcomes]}
         (self.output / "results.json").write_text(json.dumps(document, indent=1) + "\n")
         (self.output / "README.md").write_text(self._page())
 
-    def _start(self, one: Step) -> subprocess.Popen[bytes]:
-        with (self.output / f"{one.name}.log").open("wb") as log:
+    def _start(self, step: Step) -> subprocess.Popen[bytes]:
+        with (self.output / f"{step.name}.log").open("wb") as log:
             try:
                 process = subprocess.Popen(
-                    [str(part) for part in one.command],
+                    [str(part) for part in step.command],
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=os.environ | one.environment,
+                    env=os.environ | step.environment,
                     start_new_session=True,
                 )
             except OSError as error:
@@ -140,19 +141,20 @@ class Run:
 
     def _page(self) -> str:
         lines = [f"# {self._title}", "", "| step | result | seconds |", "|---|---|---|"]
-        for one in self.outcomes:
-            log = f"{one.name}.log"
-            name = f"[{one.name}]({log})" if (self.output / log).exists() else one.name
-            lines.append(f"| {name} | {one.status} | {one.seconds:.0f} |")
+        for outcome in self.outcomes:
+            log = f"{outcome.name}.log"
+            name = f"[{outcome.name}]({log})" if (self.output / log).exists() else outcome.name
+            lines.append(f"| {name} | {outcome.status} | {outcome.seconds:.0f} |")
         parts = ["\n".join(lines)]
         for section in self._sections:
             try:
                 parts.append(section(self.output))
             except Exception as error:  # a page without one section is better than none
                 parts.append(f"A section could not be written: {error!r}")
-        for one in self.outcomes:
-            if not one.passed and (tail := _tail(self.output / f"{one.name}.log")):
-                parts.append(f"## End of {one.name}.log\n\n```\n{tail}\n```")
+        for outcome in self.outcomes:
+            tail = _tail(self.output / f"{outcome.name}.log")
+            if tail and not outcome.passed:
+                parts.append(f"## End of {outcome.name}.log\n\n```\n{tail}\n```")
         return "\n\n".join(part for part in parts if part) + "\n"
 
 

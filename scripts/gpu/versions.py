@@ -11,32 +11,53 @@ import traceback
 from pathlib import Path
 
 _PACKAGES = (
-    *("torch", "triton", "transformers", "tokenizers", "numpy", "vllm", "vllm-semantic-sched"),
-    *("pydantic", "fastapi", "protobuf", "aiohttp", "huggingface-hub", "setuptools"),
+    "torch",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "numpy",
+    "vllm",
+    "vllm-semantic-sched",
+    "pydantic",
+    "fastapi",
+    "protobuf",
+    "aiohttp",
+    "huggingface-hub",
+    "setuptools",
 )
 _MODULES = (
-    *("vllm.engine.arg_utils", "vllm.entrypoints.llm", "vllm.entrypoints.openai.api_server"),
-    *("vllm.v1.engine.core", "vllm.v1.worker.gpu_model_runner", "vllm.model_executor.models.llama"),
-    *("vllm_semantic_sched.engine.scheduler", "vllm_semantic_sched.engine.http.middleware"),
-    *("vllm_semantic_sched.engine.kv_swap", "vllm_semantic_sched.cli"),
-    *("vllm_semantic_sched.lab.bench.answer_length", "gpu.served"),
+    "vllm.engine.arg_utils",
+    "vllm.entrypoints.llm",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.gpu_model_runner",
+    "vllm.model_executor.models.llama",
+    "vllm_semantic_sched.engine.scheduler",
+    "vllm_semantic_sched.engine.http.middleware",
+    "vllm_semantic_sched.engine.kv_swap",
+    "vllm_semantic_sched.cli",
+    "vllm_semantic_sched.lab.bench.answer_length",
+    "gpu.served",
 )
 _ON_GPU = (
-    *("vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa3_C"),
-    *("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner"),
-    *("vllm.v1.attention.backends.flash_attn", "vllm.v1.attention.backends.triton_attn"),
+    "vllm._C_stable_libtorch",
+    "vllm.vllm_flash_attn._vllm_fa3_C",
+    "vllm.v1.worker.gpu_worker",
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm.v1.attention.backends.flash_attn",
+    "vllm.v1.attention.backends.triton_attn",
 )
 
 
 def installed() -> dict[str, str]:
     """Versions by package; those that are missing are left out."""
-    found = {"Python": platform.python_version()}
+    versions = {"Python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def failed_imports(names: tuple[str, ...]) -> list[str]:
@@ -55,22 +76,22 @@ def failed_imports(names: tuple[str, ...]) -> list[str]:
 
 
 def main() -> None:
-    found = installed()
+    facts = installed()
     failed: list[str] = []
     try:
         import torch
 
-        found["device"] = "CPU"
+        facts["device"] = "CPU"
         if torch.cuda.is_available():
-            found["device"] = torch.cuda.get_device_name()
-            found["CUDA"] = str(torch.version.cuda)
+            facts["device"] = torch.cuda.get_device_name()
+            facts["CUDA"] = str(torch.version.cuda)
         if "--versions" not in sys.argv:
             gpu = _ON_GPU if torch.cuda.is_available() else ()
             failed = failed_imports((*gpu, *_MODULES))
     except ImportError as error:
         failed.append(str(error))
-    Path(sys.argv[1]).write_text(json.dumps(found | {"failed": failed}))
-    print(found)
+    Path(sys.argv[1]).write_text(json.dumps(facts | {"failed": failed}))
+    print(facts)
     sys.exit(bool(failed))
 
 

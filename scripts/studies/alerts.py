@@ -56,8 +56,8 @@ class Prometheus:
 
     def query(self, promql: str) -> list[dict[str, Any]]:
         """Return the series of an instant query; ValueError if Prometheus refused it."""
-        found = self._get("query", query=promql)["result"]
-        return found if isinstance(found, list) else []
+        series = self._get("query", query=promql)["result"]
+        return series if isinstance(series, list) else []
 
     def rules(self) -> list[dict[str, Any]]:
         """Return the alert rules with `name`, `state`, `health` and `lastError`."""
@@ -123,10 +123,11 @@ def evaluate(server: Prometheus) -> tuple[dict[str, int], list[str]]:
 def states(server: Prometheus, seconds: int) -> dict[str, set[str]]:
     """Return the states other than inactive that each alert had in the last seconds."""
     query = f"count by (alertname, alertstate) (last_over_time(ALERTS[{seconds}s]))"
-    found: dict[str, set[str]] = {rule["alert"]: set() for rule in RULES}
-    for one in server.query(query):
-        found[one["metric"]["alertname"]].add(one["metric"]["alertstate"])
-    return found
+    states_of: dict[str, set[str]] = {rule["alert"]: set() for rule in RULES}
+    for series in server.query(query):
+        labels = series["metric"]
+        states_of[labels["alertname"]].add(labels["alertstate"])
+    return states_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -55,17 +55,17 @@ def try_policy(
     client.post("/canary/start", policy=policy, **plan)
     while True:
         time.sleep(0.25)
-        engines = [one for one in client.call("/canary")["engines"] if one]
+        engines = [engine for engine in client.call("/canary")["engines"] if engine]
         elapsed = time.monotonic() - begin
-        ended = [one for one in engines if not one["running"]]
+        ended = [engine for engine in engines if not engine["running"]]
         if ended or elapsed > seconds:
             break
     if not ended:
-        engines = [one for one in client.post("/canary/stop", keep=True)["engines"] if one]
-    new = [one["tallies"]["new"][0]["ttft"] for one in engines]
+        engines = [engine for engine in client.post("/canary/stop", keep=True)["engines"] if engine]
+    new = [engine["tallies"]["new"][0]["ttft"] for engine in engines]
     return {
         "seconds": elapsed,
-        "end": sorted({one["end"] for one in engines if one["end"]}),
+        "end": sorted({engine["end"] for engine in engines if engine["end"]}),
         "premium": sum(count for count, *_ in new),
         "kept_promise": sum(met for _, met, *_ in new),
     }
@@ -81,27 +81,28 @@ def measure(args: argparse.Namespace, engines: int) -> dict[str, Any]:
     config = WorkloadConfig(requests=8 * args.seats, mix=_MIX, max_output_tokens=200)
     with serve(args, spec, config.max_output_tokens) as (server, client):
         rate = capacity(client, make_workload(config).requests)
-        offered, stop = args.overload * rate, 2 * args.seconds + 30
+        offered = args.overload * rate
+        stop = 2 * args.seconds + 30
         load = replace(config, requests=int(stop * offered), gap=2 / offered, max_burst=4)
         requests = make_workload(load).requests
         sender = threading.Thread(target=client.send, args=(requests, spec.name, stop))
         sender.start()
         time.sleep(args.period)
         admin = AdminClient(server.url)
-        found = {
+        outcomes = {
             name: try_policy(args, admin, policy | changes, args.seconds)
             for name, changes in CANDIDATES.items()
         }
         server.check()
         sender.join()
-    return {"requests_per_second": rate, **found}
+    return {"requests_per_second": rate, **outcomes}
 
 
-def problems_of(found: dict[str, Any]) -> list[str]:
+def problems_of(results: dict[str, Any]) -> list[str]:
     """A line for each thing that should not be."""
     problems = []
-    for engines, one in found.items():
-        ends = {name: "; ".join(one[name]["end"]) for name in CANDIDATES}
+    for engines, outcomes in results.items():
+        ends = {name: "; ".join(outcomes[name]["end"]) for name in CANDIDATES}
         if "rolled back" not in ends["bad"]:
             problems.append(f"{engines}: the bad policy was not rolled back")
         if "rolled back" in ends["good"]:
@@ -122,18 +123,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure both kinds of server and print the table; 1 if something should not be."""
-    found = {str(engines): measure(args, engines) for engines in (1, 2)}
-    write_json(args.output / "canary.json", {"environment": environment(), **found})
+    results = {str(engines): measure(args, engines) for engines in (1, 2)}
+    write_json(args.output / "canary.json", {"environment": environment(), **results})
     columns = ("engines", "policy", "end", "after s", "premium answered", "in time")
     table = make_table("canaries", *columns, words=3)
-    for engines, one in found.items():
+    for engines, outcomes in results.items():
         for name in CANDIDATES:
-            row = one[name]
+            row = outcomes[name]
             figures = (f"{row['seconds']:.1f}", str(row["premium"]), str(row["kept_promise"]))
             table.add_row(engines, name, "; ".join(row["end"]), *figures)
     console = make_console()
     console.print(table)
-    return print_problems(console, problems_of(found))
+    return print_problems(console, problems_of(results))
 
 
 if __name__ == "__main__":

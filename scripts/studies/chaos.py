@@ -122,10 +122,12 @@ class Report:
 
 def make_cases(count: int, seed: int = 0) -> list[Case]:
     """Draw distinct prompts of up to about 300 tokens with answers of 4 to 120 tokens."""
-    draw, text_rng = random.Random(seed), np.random.default_rng(seed)
+    draw = random.Random(seed)
+    text_rng = np.random.default_rng(seed)
     cases = []
     for number in range(count):
-        level, length = draw.randrange(5), draw.choice((1, 1, 1, 3, 12))
+        level = draw.randrange(5)
+        length = draw.choice((1, 1, 1, 3, 12))
         text = " ".join(write_message(level, text_rng) for _ in range(length))
         cases.append(Case(f"{number}. {text}", draw.choice((4, 16, 40, 80, 120))))
     return cases
@@ -265,7 +267,8 @@ class Chaos:
 
     async def _reload(self) -> None:
         valid = self._random.random() < 0.5
-        text = self._random.choice(VALID_POLICIES if valid else INVALID_POLICIES)
+        policies = VALID_POLICIES if valid else INVALID_POLICIES
+        text = self._random.choice(policies)
         self._policy.write_text(self._base + text)
         name = "policies adopted" if valid else "policies refused"
         refusal = await self._admin_call("/policy/reload")
@@ -399,8 +402,8 @@ def doubts(log: Path) -> list[str]:
     """What is wrong with the event log: waits without a cause, lines that do not follow."""
     unexplained = summarize([log], level=None, last=None).counts[NOT_RECORDED]
     problems = [f"the causes of {unexplained} waits do not add up to them"] if unexplained else []
-    found = [finding for finding in Audit(log).findings if finding.kind != "note"]
-    return problems + [f"{finding.where}: {finding.text}" for finding in found]
+    findings = [finding for finding in Audit(log).findings if finding.kind != "note"]
+    return problems + [f"{finding.where}: {finding.text}" for finding in findings]
 
 
 def overspent(hold_costs: Sequence[float], price: float) -> list[str]:

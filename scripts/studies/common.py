@@ -119,10 +119,10 @@ def missed(targets: Iterable[Target]) -> list[str]:
 def print_targets(targets: Iterable[Target]) -> None:
     """Print each target with the measured value and a verdict."""
     rows = []
-    for one in targets:
-        required = f"at {'most' if one.at_most else 'least'} {one.required:g}"
-        verdict = "met" if one.met else "missed"
-        rows.append((one.text, f"{one.measured:.3g}", required, verdict))
+    for target in targets:
+        required = f"at {'most' if target.at_most else 'least'} {target.required:g}"
+        verdict = "met" if target.met else "missed"
+        rows.append((target.text, f"{target.measured:.3g}", required, verdict))
     print_table("targets", ("target", "measured", "required", ""), rows)
 
 

@@ -24,9 +24,16 @@ from vllm_semantic_sched.sim.data_folder import data_root
 _SETS = {"nhamcs-test": (50, 200, 1000), "ktas": (50, 200, 400)}
 _DECISION = Decision()
 _COLUMNS = (
-    *("set", "corrections", "streams", "refits adopted"),
-    *("kappa: present", "every refit", "adopted refits"),
-    *("level 0 found: present", "every refit", "adopted refits"),
+    "set",
+    "corrections",
+    "streams",
+    "refits adopted",
+    "kappa: present",
+    "every refit",
+    "adopted refits",
+    "level 0 found: present",
+    "every refit",
+    "adopted refits",
 )
 
 
@@ -41,21 +48,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read the visits, print a table and write `corrections.json`."""
     predictor = TextPredictor.load(args.model)
-    table, rows = make_table("", *_COLUMNS), []
+    table = make_table("", *_COLUMNS)
+    rows = []
     for name, sizes in _SETS.items():
         visits = list(builtin_set(name, data_root()).examples)
         random.Random(1).shuffle(visits)
         visits = visits[: args.visits]
         read = predictor.predict([visit.text for visit in visits])
         stream = [
-            Correction(0.0, one.urgency, decide_level(one.urgency, _DECISION), visit.level or 0)
-            for visit, one in zip(visits, read, strict=True)
+            Correction(
+                0.0,
+                prediction.urgency,
+                decide_level(prediction.urgency, _DECISION),
+                visit.level or 0,
+            )
+            for visit, prediction in zip(visits, read, strict=True)
         ]
         for size in sizes:
-            rows.append([name, size, args.streams, *_gains(stream, size, args.streams)])
-            table.add_row(
-                *(f"{one:.3f}" if isinstance(one, float) else str(one) for one in rows[-1])
-            )
+            row = [name, size, args.streams, *_gains(stream, size, args.streams)]
+            rows.append(row)
+            cells = (f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row)
+            table.add_row(*cells)
     make_console().print(table)
     write_json(
         args.output / "corrections.json", [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
@@ -65,23 +78,29 @@ def run(args: argparse.Namespace) -> int:
 
 def _gains(stream: list[Correction], size: int, streams: int) -> list[float | int | None]:
     """Refits adopted, and mean figures on the rest of each stream, see `_COLUMNS`."""
-    adopted, results = 0, []
+    adopted = 0
+    results = []
     for seed in range(streams):
         order = random.Random(seed).sample(stream, len(stream))
-        found = refit(order[:size], _DECISION)
-        adopted += found.better
-        truth = [one.corrected for one in order[size:]]
-        present, always = (
-            figures(truth, [decide_level(one.probabilities, decision) for one in order[size:]])
-            for decision in (_DECISION, found.decision)
-        )
-        results.append((present, always, always if found.better else present))
+        refitted = refit(order[:size], _DECISION)
+        adopted += refitted.better
+        present = _figures(order[size:], _DECISION)
+        always = _figures(order[size:], refitted.decision)
+        results.append((present, always, always if refitted.better else present))
     means = [
         mean([row[place][figure] or 0.0 for row in results])
         for figure in range(2)
         for place in range(3)
     ]
     return [adopted, *means]
+
+
+def _figures(
+    corrections: list[Correction], decision: Decision
+) -> tuple[float | None, float | None]:
+    truth = [correction.corrected for correction in corrections]
+    decided = [decide_level(correction.probabilities, decision) for correction in corrections]
+    return figures(truth, decided)
 
 
 if __name__ == "__main__":

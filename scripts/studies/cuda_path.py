@@ -42,7 +42,8 @@ _ENGINE: dict[str, Any] = {
 def serve(output: Path, scheduler: str, model: Path, scale: float, seconds: float) -> None:
     """Serve the requests in a process in which the CPU passes for a GPU; CalledProcessError or
     TimeoutExpired, with the end of its log printed."""
-    out, log = output / f"{scheduler}-{_KIND}.json", output / f"{scheduler}-{_KIND}.log"
+    out = output / f"{scheduler}-{_KIND}.json"
+    log = out.with_suffix(".log")
     out.unlink(missing_ok=True)
     command = [sys.executable, pretended_cuda.__file__, out, scheduler, model]
     command += ["--engine", json.dumps(_ENGINE), "--scale", str(scale)]
@@ -65,11 +66,11 @@ def serve(output: Path, scheduler: str, model: Path, scale: float, seconds: floa
             raise
 
 
-def problems(found: dict[str, Any], schedulers: list[str]) -> list[str]:
+def problems(answers: dict[str, Any], schedulers: list[str]) -> list[str]:
     """What is wrong: what every check of answers finds, or it was not the path of a GPU."""
-    wrong = problems_of(found)
+    wrong = problems_of(answers)
     for name in schedulers:
-        run = found.get(_KIND, {}).get(name)
+        run = answers.get(_KIND, {}).get(name)
         if run is None:
             wrong.append(f"{name}: no answers")
         elif run["runner"] != 2 or not run["asynchronous"]:
@@ -81,8 +82,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--output", type=Path, required=True, help="folder for answers and logs")
     add("--scheduler", nargs="+", default=list(SCHEDULERS), choices=SCHEDULERS)
-    text = "of the requests' lengths; a step takes a second on two idle cores (%(default)s)"
-    add("--scale", type=float, default=0.06, help=text)
+    add(
+        "--scale",
+        type=float,
+        default=0.06,
+        help="of the requests' lengths; a step takes a second on two idle cores (%(default)s)",
+    )
     add("--limit", type=float, default=900.0, help="seconds of a scheduler (%(default)s)")
 
 
@@ -93,10 +98,10 @@ def run(args: argparse.Namespace) -> int:
     for scheduler in args.scheduler:
         serve(args.output, scheduler, model, args.scale, args.limit)
     print(answers_section(args.output))
-    found = problems(read_answers(args.output), args.scheduler)
-    for one in found:
-        print(one, file=sys.stderr)
-    return int(bool(found))
+    wrong = problems(read_answers(args.output), args.scheduler)
+    for problem in wrong:
+        print(problem, file=sys.stderr)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -57,19 +57,22 @@ def measure(load: list[LoadRequest], config: EngineConfig, warm: float) -> Row:
         holds = HoldCosts(engine) if ours else None
         engine.send(load)
         engine.run()
-        records = [engine.records[one.name] for one in load]
+        records = [engine.records[request.name] for request in load]
         end = load[-1].arrival
         begin = min(warm, end / 2)
         charged, lost = holds.between(begin, end) if holds else (0.0, 0.0)
         count = engine.scheduler.counters.total("preemptions") if ours else float("nan")
+        by_level = [
+            [record for record in records if record.level == level] for level in range(_LEVELS)
+        ]
         return Row(
-            device_figures(engine.steps, begin, end),
-            tuple(level_figures([r for r in records if r.level == at]) for at in range(_LEVELS)),
-            level_figures(records),
-            end - begin,
-            charged,
-            lost,
-            count,
+            device=device_figures(engine.steps, begin, end),
+            levels=tuple(map(level_figures, by_level)),
+            everyone=level_figures(records),
+            window=end - begin,
+            charged=charged,
+            lost=lost,
+            preemptions=count,
         )
 
 
@@ -96,17 +99,24 @@ def print_rows(rows: dict[str, Row], first: str) -> None:
     charged, and that they cost."""
     base = rows[first].device.tokens
     names = ["run", "tokens/ busy s", "of first", "steps", "batch", "idle %", "held %", "true %"]
-    names += ["all: s/token", *(f"level {at}: {_SHOWN}" for at in range(_LEVELS))]
+    names += ["all: s/token", *(f"level {level}: {_SHOWN}" for level in range(_LEVELS))]
     table = []
     for name, row in rows.items():
-        device, share = row.device, 100 / row.window
-        line = [name, f"{device.tokens:.0f}", f"{device.tokens / base:.3f}", device.steps]
-        line += [f"{device.batch:.0f}", f"{100 * device.idle:.2f}"]
-        line += [f"{share * row.charged:.1f}", f"{share * row.lost:.1f}"]
-        line += [f"{row.everyone.waiting:.3f}"]
-        for one in row.levels:
-            times = f"{one.ttft:.1f} {one.ttft_p99:.1f} {one.latency:.1f}"
-            line.append(f"{times} {one.waiting:.3f}")
+        device = row.device
+        line = [
+            name,
+            f"{device.tokens:.0f}",
+            f"{device.tokens / base:.3f}",
+            device.steps,
+            f"{device.batch:.0f}",
+            f"{100 * device.idle:.2f}",
+            f"{100 * row.charged / row.window:.1f}",
+            f"{100 * row.lost / row.window:.1f}",
+            f"{row.everyone.waiting:.3f}",
+        ]
+        for figures in row.levels:
+            times = f"{figures.ttft:.1f} {figures.ttft_p99:.1f} {figures.latency:.1f}"
+            line.append(f"{times} {figures.waiting:.3f}")
         table.append(line)
     print_table(LABEL, names, table)
 

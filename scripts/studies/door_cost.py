@@ -82,7 +82,7 @@ def make_app(ours: bool) -> FastAPI:
 
 async def post(app: FastAPI, body: bytes) -> None:
     """Send a request in pieces of 64 KiB, as uvicorn receives them."""
-    pieces = [body[at : at + 2**16] for at in range(0, len(body), 2**16)]
+    pieces = [body[start : start + 2**16] for start in range(0, len(body), 2**16)]
     messages = [
         {"type": "http.request", "body": piece, "more_body": number < len(pieces)}
         for number, piece in enumerate(pieces, start=1)
@@ -120,7 +120,8 @@ def measure(apps: dict[str, FastAPI], body: bytes, repeats: int) -> dict[str, tu
         nonlocal longest
         for _ in range(repeats + 3):
             for name, app in apps.items():
-                longest, begin = 0.0, time.thread_time()
+                longest = 0.0
+                begin = time.thread_time()
                 await asyncio.create_task(post(app, body))
                 totals[name].append((time.thread_time() - begin, longest))
 

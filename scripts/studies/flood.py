@@ -54,7 +54,8 @@ def make_load(args: argparse.Namespace, rate: float) -> tuple[list[BenchRequest]
     quiet = _requests(args, times, args.quiet_tokens, seed=1)
     times = [args.alone + number / rate for number in range(int(args.flood * rate))]
     flood = _requests(args, times, args.flood_tokens, seed=2)
-    return [*quiet, *(replace(one, index=len(quiet) + one.index) for one in flood)], len(quiet)
+    after_quiet = [replace(request, index=len(quiet) + request.index) for request in flood]
+    return [*quiet, *after_quiet], len(quiet)
 
 
 def _requests(
@@ -76,19 +77,20 @@ def evaluate(
     `memory_growth`: of the server, in bytes."""
     end = args.alone + args.flood
     phases = {
-        "alone": [one for one in quiet if one.arrival < args.alone],
-        "beside the flood": [one for one in quiet if args.alone <= one.arrival < end],
-        "after it": [one for one in quiet if one.arrival >= end + _RECOVERY],
+        "alone": [record for record in quiet if record.arrival < args.alone],
+        "beside the flood": [record for record in quiet if args.alone <= record.arrival < end],
+        "after it": [record for record in quiet if record.arrival >= end + _RECOVERY],
     }
-    refused = Counter(code for one in flood if (code := refusal_code(one)) is not None)
+    codes = [refusal_code(record) for record in flood]
+    refused = Counter(code for code in codes if code is not None)
     return {
         "flood_requests_per_second": rate,
         "quiet": {name: _phase(members) for name, members in phases.items()},
         "flood": {
             "sent": len(flood),
-            "answered": sum(one.ok for one in flood),
+            "answered": sum(record.ok for record in flood),
             "refused": dict(refused),
-            "neither": sum(not one.ok and refusal_code(one) is None for one in flood),
+            "neither": sum(not record.ok and refusal_code(record) is None for record in flood),
         },
         "server_memory_grown_bytes": memory_growth,
         "latest_send": latest_send([*quiet, *flood]),
@@ -96,16 +98,18 @@ def evaluate(
 
 
 def _phase(records: Sequence[Record]) -> dict[str, float]:
-    ttfts = [one.ttft for one in records if one.ttft is not None]
+    ttfts = [record.ttft for record in records if record.ttft is not None]
     p50, p99 = percentiles(ttfts, missing=float("inf"))
-    answered = sum(one.ok for one in records)
+    answered = sum(record.ok for record in records)
     return {"sent": len(records), "answered": answered, "ttft_p50": p50, "ttft_p99": p99}
 
 
 def problems_of(result: Mapping[str, Any]) -> list[str]:
     """Return a line for each requirement that was missed."""
-    quiet, flood = result["quiet"], result["flood"]
-    alone, after = quiet["alone"], quiet["after it"]
+    quiet = result["quiet"]
+    flood = result["flood"]
+    alone = quiet["alone"]
+    after = quiet["after it"]
     problems = []
     if quiet["beside the flood"]["ttft_p99"] > _WORST * alone["ttft_p99"]:
         problems.append(f"p99 TTFT of the quiet tenant: more than {_WORST:g} times that alone")
@@ -124,8 +128,12 @@ def print_result(console: Console, result: Mapping[str, Any]) -> None:
     alone = result["quiet"]["alone"]["ttft_p99"]
     rows = (
         (
-            *(name, phase["sent"], phase["answered"], f"{phase['ttft_p50']:.3f}"),
-            *(f"{phase['ttft_p99']:.3f}", f"{phase['ttft_p99'] / alone:.2f}x"),
+            name,
+            phase["sent"],
+            phase["answered"],
+            f"{phase['ttft_p50']:.3f}",
+            f"{phase['ttft_p99']:.3f}",
+            f"{phase['ttft_p99'] / alone:.2f}x",
         )
         for name, phase in result["quiet"].items()
     )
@@ -177,11 +185,9 @@ def run(args: argparse.Namespace) -> int:
         records = client.send(requests, "flood")
         server.check()
         growth = memory_bytes(server) - memory
-    by_tenant = (
-        [one for one in records if one.index < quiet],
-        [one for one in records if one.index >= quiet],
-    )
-    result = evaluate(args, *by_tenant, rate, growth)
+    of_quiet = [record for record in records if record.index < quiet]
+    of_flood = [record for record in records if record.index >= quiet]
+    result = evaluate(args, of_quiet, of_flood, rate, growth)
     write_json(args.output / "flood.json", result)
     console = make_console()
     print_result(console, result)

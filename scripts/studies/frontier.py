@@ -37,7 +37,7 @@ def measure(requests: int, workers: int) -> dict[str, dict[str, float]]:
     changes = {**cell, "workload.requests": requests, "schedulers": schedulers(), "sweep": []}
     tasks = tasks_of(load_scenarios("price", changes))
     results = list(mapped(run_task, tasks, workers))
-    cells = {one.scheduler: one.levels for one in cells_of(tasks, results)}
+    cells = {cell.scheduler: cell.levels for cell in cells_of(tasks, results)}
     fcfs = cells["fcfs"]["all"]["tokens_per_second"]
     return {
         name: {
@@ -55,7 +55,7 @@ def draw(figures: Mapping[str, Mapping[str, float]], path: Path) -> None:
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axis = figure.subplots()
     line = [name for name in figures if name.startswith(("order", "price"))]
-    place = {name: (one["tokens"], one["level 0"]) for name, one in figures.items()}
+    place = {name: (row["tokens"], row["level 0"]) for name, row in figures.items()}
     axis.plot(*zip(*(place[name] for name in line), strict=True), marker="o", color="#2f7ebc")
     rest = [name for name in figures if name not in line and name != "fcfs"]
     axis.plot(*zip(*(place[name] for name in rest), strict=True), "s", color="#8c8c8c")
@@ -78,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
         "prompts of 1,500 tokens, 1.5 times the capacity; mean latency, s",
         ("policy", "tokens/s, of FCFS", "level 0", "level 1", "level 4"),
         (
-            (name, f"{one['tokens']:.3f}", *(f"{one[f'level {n}']:.1f}" for n in (0, 1, 4)))
-            for name, one in figures.items()
+            (name, f"{row['tokens']:.3f}", *(f"{row[f'level {n}']:.1f}" for n in (0, 1, 4)))
+            for name, row in figures.items()
         ),
     )
     (args.output / "frontier.json").write_text(json.dumps(figures, indent=1) + "\n")

@@ -95,19 +95,24 @@ def run(args: argparse.Namespace) -> int:
     """Print GB/s of saves, loads and plain copies; 1 if a target is missed."""
     device = args.device if args.device != "auto" else ("cuda" if has_gpu() else "cpu")
     columns = ("tokens", "MB", "plain, out", "save", "plain, back", "load")
-    rows, worst = [], float("inf")
+    rows = []
+    worst = float("inf")
     for tokens in map(int, args.tokens.split(",")):
         shape = Shape(
             args.layers, args.heads, args.head_size, args.block_size, tokens, args.dtype, device
         )
         size, speeds = measure(shape, args.repeats)
-        shares = (speeds["save"] / speeds["plain out"], speeds["load"] / speeds["plain back"])
-        worst = min(worst, *shares)
+        save_share = speeds["save"] / speeds["plain out"]
+        load_share = speeds["load"] / speeds["plain back"]
+        worst = min(worst, save_share, load_share)
         rows.append(
             (
-                *(tokens, f"{size / 1e6:.1f}"),
-                *(f"{speeds['plain out']:.1f}", f"{speeds['save']:.1f} ({shares[0]:.2f})"),
-                *(f"{speeds['plain back']:.1f}", f"{speeds['load']:.1f} ({shares[1]:.2f})"),
+                tokens,
+                f"{size / 1e6:.1f}",
+                f"{speeds['plain out']:.1f}",
+                f"{speeds['save']:.1f} ({save_share:.2f})",
+                f"{speeds['plain back']:.1f}",
+                f"{speeds['load']:.1f} ({load_share:.2f})",
             )
         )
     print_table(f"KV copies on {device}, GB/s (share of a plain copy)", columns, rows, words=0)

@@ -58,24 +58,22 @@ def make_load(args: argparse.Namespace) -> list[BenchRequest]:
         text = " ".join(write_context(rng) for _ in range(pieces))
         load.append(BenchRequest(number, 0.0, 4, text, _LONG_ANSWER))
     for number in range(args.urgent):
-        time, text = _FIRST_URGENT + number * args.gap, write_message(0, rng)
+        time = _FIRST_URGENT + number * args.gap
+        text = write_message(0, rng)
         load.append(BenchRequest(len(load), time, 0, text, args.answer))
     return load
 
 
 def summarize(records: Sequence[Record]) -> dict[str, Any]:
     """Return the row of one scheduler, times in seconds."""
-    urgent = [one for one in records if one.level == 0]
-    long = [one for one in records if one.level == 4]
-    found = {
-        name: [value for one in urgent if (value := getattr(one, name)) is not None]
-        for name in ("ttft", "tpot")
-    }
+    urgent = [record for record in records if record.level == 0]
+    long = [record for record in records if record.level == 4]
     return {
-        **{name: percentiles(values) for name, values in found.items()},
-        "long_ttft": [one.ttft for one in long],
-        "prompt_tokens": max(one.prompt_tokens for one in long),
-        "failed": sum(not one.ok for one in records),
+        "ttft": percentiles([record.ttft for record in urgent if record.ttft is not None]),
+        "tpot": percentiles([record.tpot for record in urgent if record.tpot is not None]),
+        "long_ttft": [record.ttft for record in long],
+        "prompt_tokens": max(record.prompt_tokens for record in long),
+        "failed": sum(not record.ok for record in records),
     }
 
 
@@ -108,12 +106,16 @@ def run(args: argparse.Namespace) -> int:
     shown = []
     for name, row in rows.items():
         long = [time for time in row["long_ttft"] if time is not None]
-        ttft, tpot = (
-            (f"{time:.2f}" for time in row["ttft"]),
-            (f"{1e3 * s:.0f}" for s in row["tpot"]),
+        last = max(long, default=float("nan"))
+        shown.append(
+            (
+                name,
+                *(f"{time:.2f}" for time in row["ttft"]),
+                *(f"{1e3 * time:.0f}" for time in row["tpot"]),
+                f"{sum(long) / max(1, len(long)):.1f}",
+                f"{last:.1f}",
+            )
         )
-        last = (sum(long) / max(1, len(long)), max(long, default=float("nan")))
-        shown.append((name, *ttft, *tpot, *(f"{time:.1f}" for time in last)))
     print_table("urgent messages beside long prompts", ("scheduler", *heads), shown)
     print(f"longest prompt: {max(row['prompt_tokens'] for row in rows.values())} tokens")
     return 1 if any(row["failed"] for row in rows.values()) else 0

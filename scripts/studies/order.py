@@ -117,7 +117,8 @@ def simulated(
         "schedulers": {"policy": {"policy": "ems", "protect": {"level": None}} | policy},
     }
     scenario = parse_scenarios(content)[0]
-    recorder, shortages = Recorder(scenario.slos("policy")), _Shortages()
+    recorder = Recorder(scenario.slos("policy"))
+    shortages = _Shortages()
     simulate(
         scenario,
         "policy",
@@ -133,16 +134,17 @@ def load_of(requests: Sequence[BenchRequest], overload: float) -> Workload:
     from vllm_semantic_sched.sim.predictor import Predictions
     from vllm_semantic_sched.sim.workload import Workload
 
+    prompts = [max(1, len(request.text) // _CHARACTERS_PER_TOKEN) for request in requests]
     workload = Workload(
-        np.zeros(len(requests)),
-        np.array([one.level for one in requests], dtype=np.int8),
-        np.array([max(1, len(one.text) // _CHARACTERS_PER_TOKEN) for one in requests]),
-        np.array([one.output_tokens for one in requests]),
+        arrivals=np.zeros(len(requests)),
+        levels=np.array([request.level for request in requests], dtype=np.int8),
+        prompts=np.array(prompts),
+        outputs=np.array([request.output_tokens for request in requests]),
     )
     nothing = Predictions([], LengthBuckets((), (1.0,)))
     together, _ = simulated({"policy": "fcfs"}, workload, nothing)
     seconds = workload.outputs.sum() / together["all"]["tokens_per_second"]
-    arrivals = np.array([one.arrival for one in requests])
+    arrivals = np.array([request.arrival for request in requests])
     return replace(workload, arrivals=arrivals * seconds / overload / arrivals[-1])
 
 
@@ -153,7 +155,7 @@ def exact(workload: Workload) -> Predictions:
     lengths = sorted(set(workload.outputs.tolist()))
     rows = [
         Prediction(
-            tuple(float(at == level) for at in range(LEVELS)),
+            tuple(float(possible == level) for possible in range(LEVELS)),
             tuple(float(length == tokens) for length in lengths),
         )
         for level, tokens in zip(workload.levels, workload.outputs, strict=True)
@@ -205,24 +207,25 @@ def run(args: argparse.Namespace) -> int:
     from vllm_semantic_sched.predict.model import TextPredictor
     from vllm_semantic_sched.sim.predictor import Predictions
 
-    predictor, written = TextPredictor.load(), []
+    predictor = TextPredictor.load()
+    written = []
     assert predictor.length_buckets is not None
     bar = Progress(not args.quiet).bar("simulating", len(MIXES) * args.seeds * len(args.overload))
-    found: dict[tuple[str, float], list[dict[str, Row]]] = {}
+    rows_by_load: dict[tuple[str, float], list[dict[str, Row]]] = {}
     with bar as advance:
         for mix in MIXES:
             for seed in range(args.seeds):
                 config = WorkloadConfig(requests=args.requests, mix=mix, seed=seed)
                 requests = make_workload(config).requests
-                readings = predictor.predict([one.text for one in requests])
+                readings = predictor.predict([request.text for request in requests])
                 read = Predictions(readings, predictor.length_buckets)
                 for overload in args.overload:
-                    rows_of = found.setdefault((mix, overload), [])
+                    rows_of = rows_by_load.setdefault((mix, overload), [])
                     rows_of.append(compare(load_of(requests, overload), read))
                     advance()
-    for (mix, overload), runs in found.items():
+    for (mix, overload), runs in rows_by_load.items():
         columns = ("policy", "gain", "throughput", "KV shortages", *map(str, range(LEVELS)))
-        means = {name: mean_of([one[name] for one in runs]) for name in runs[0]}
+        means = {name: mean_of([run[name] for run in runs]) for name in runs[0]}
         rows = (
             (name, f"{row.gain:.2f}", f"{row.throughput:.2f}", f"{row.shortages:.0f}",
              *(f"{value:.0f}" for value in row.levels))

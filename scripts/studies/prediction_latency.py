@@ -36,7 +36,8 @@ _MIX = "even"
 _METRIC = "normalized_waiting"
 _MODES: tuple[Literal["immediate", "full_batching"], ...] = ("immediate", "full_batching")
 _GROUPS = (*(str(level) for level in range(LEVELS)), "all")
-_RESULTS, _PICTURE = "prediction_latency.json", "prediction_latency.png"
+_RESULTS = "prediction_latency.json"
+_PICTURE = "prediction_latency.png"
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,11 @@ def table(results: Sequence[tuple[Variant, MixResult]]) -> Table:
     groups = ("all" if group == "all" else f"urgency {group}" for group in _GROUPS)
     made = make_table(
         "mean normalized waiting time, ms per output token",
-        *("predictor", "largest batch", "added latency, s", *groups, "output tok/s"),
+        "predictor",
+        "largest batch",
+        "added latency, s",
+        *groups,
+        "output tok/s",
     )
     for variant, row in results:
         means = (f"{1e3 * _mean(row, group):.1f}" for group in _GROUPS)
@@ -170,15 +175,15 @@ def panels_of(
     The points vary one quantity; the other one has the value with the most points.
     """
     for field, label in (("added_latency", "added latency [s]"), ("max_batch", "largest batch")):
-        other = "max_batch" if field == "added_latency" else "added_latency"
+        fixed_field = "max_batch" if field == "added_latency" else "added_latency"
         for mode in _MODES:
             rows = [(variant, row) for variant, row in results if variant.mode == mode]
-            fixed = {getattr(variant, other) for variant, _ in rows}
+            fixed = {getattr(variant, fixed_field) for variant, _ in rows}
             lines = [
                 [
                     (getattr(variant, field), row)
                     for variant, row in rows
-                    if getattr(variant, other) == value
+                    if getattr(variant, fixed_field) == value
                 ]
                 for value in sorted(fixed)
             ]
@@ -248,15 +253,15 @@ def run(args: argparse.Namespace) -> int:
         for name, variant in chosen.items()
     ]
     plan = command_line.make_plan(args, specs, [_MIX])
-    found = compare(plan, vars(args), Progress(not args.quiet))
-    results = [(variant, found.mixes[_MIX][name]) for name, variant in chosen.items()]
+    result = compare(plan, vars(args), Progress(not args.quiet))
+    results = [(variant, result.mixes[_MIX][name]) for name, variant in chosen.items()]
     console = make_console()
     console.print(table(results))
     write_json(args.output / _RESULTS, document(results))
     draw(results, args.output / _PICTURE)
     console.print(f"figures: {args.output / _RESULTS}", soft_wrap=True)
     console.print(f"picture: {args.output / _PICTURE}", soft_wrap=True)
-    return command_line.print_problems(console, found.failures())
+    return command_line.print_problems(console, result.failures())
 
 
 if __name__ == "__main__":

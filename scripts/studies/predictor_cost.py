@@ -31,8 +31,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _WORDPIECES = (16, 64, 128)
-_TARGET_WORDPIECES, _TARGET_THREADS = 64, 2
-_MAX_LATENCY_MS, _MIN_RATE, _MAX_STEP_RATIO = 8.0, 250.0, 1.10
+_TARGET_WORDPIECES = 64
+_TARGET_THREADS = 2
+_MAX_LATENCY_MS = 8.0
+_MIN_RATE = 250.0
+_MAX_STEP_RATIO = 1.10
 _MAX_WEIGHTS_MB = 60.0  # 45 for one network; the second one has 22
 BATCH = 16
 """Texts in a batch of the throughput measurement; the policy's default `max_batch`."""
@@ -92,9 +95,11 @@ def measure_throughput(path: str | None, threads: int, seconds: float) -> Throug
     predictor.predict(texts)
     batches = 0
     started = time.perf_counter()
-    while (elapsed := time.perf_counter() - started) < seconds:
+    elapsed = 0.0
+    while not batches or elapsed < seconds:
         predictor.predict(texts)
         batches += 1
+        elapsed = time.perf_counter() - started
     return Throughput(threads, batches * BATCH / elapsed)
 
 
@@ -183,12 +188,18 @@ def _print_cost(
     print_table(
         "one text at a time, one thread",
         ("wordpieces", "p50, ms", "p99, ms"),
-        ((one.wordpieces, f"{1e3 * one.p50:.2f}", f"{1e3 * one.p99:.2f}") for one in latencies),
+        (
+            (latency.wordpieces, f"{1e3 * latency.p50:.2f}", f"{1e3 * latency.p99:.2f}")
+            for latency in latencies
+        ),
     )
     print_table(
         f"batches of {BATCH} texts of {BATCH_WORDPIECES} wordpieces",
         ("threads", "predictions/s"),
-        ((one.threads, f"{one.requests_per_second:.0f}") for one in throughputs),
+        (
+            (throughput.threads, f"{throughput.requests_per_second:.0f}")
+            for throughput in throughputs
+        ),
     )
     if size is not None:
         console.print(f"weights and tokenizer: {size / 1e6:.1f} MB")

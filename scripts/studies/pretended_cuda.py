@@ -191,8 +191,17 @@ def _pretend_memory(torch: Any) -> None:
     torch.cuda.memory.get_allocator_backend = lambda: "pretended"
     # Pinned memory needs a driver.
     for name in (
-        *("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn"),
-        *("empty_like", "zeros_like", "empty_strided"),
+        "empty",
+        "zeros",
+        "ones",
+        "full",
+        "tensor",
+        "arange",
+        "rand",
+        "randn",
+        "empty_like",
+        "zeros_like",
+        "empty_strided",
     ):
         setattr(torch, name, _unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda self, *args: self

@@ -33,7 +33,8 @@ POLICY = """\
 predictor: {{enabled: false}}
 admission: {{queue: {{requests: {waiting}}}}}
 """
-MOST_URGENT, LEAST_URGENT = 0, 4
+MOST_URGENT = 0
+LEAST_URGENT = 4
 ROUND = 60  # requests, within a second; every fifth is urgent
 
 
@@ -253,9 +254,11 @@ async def urgent_first(session: Any, report: Report, rounds: int) -> None:
     answers: list[Answer] = []
     for number in range(rounds + 1):
         done = await load(session, number)
-        answers += done if number else []  # the first warms up
-    report.check(all(one.status == 200 for one in answers), "a request of the load failed")
-    urgent, late = summary(answers, MOST_URGENT), summary(answers, LEAST_URGENT)
+        if number > 0:  # the first warms up
+            answers += done
+    report.check(all(answer.status == 200 for answer in answers), "a request of the load failed")
+    urgent = summary(answers, MOST_URGENT)
+    late = summary(answers, LEAST_URGENT)
     report.note("TTFT of level 0, s", urgent)
     report.note("TTFT of level 4, s", late)
     report.check(urgent["p90"] < late["p50"] / 2, "urgent requests were not served first")
@@ -270,8 +273,8 @@ async def placement(session: Any, report: Report, rounds: int = 4) -> None:
         for _ in range(2):
             tasks.append(asyncio.create_task(ask(session, MOST_URGENT, 800)))
             await asyncio.sleep(0.3)
-        levels = [one["engines"][0]["levels"] for one in await asyncio.to_thread(statuses)]
-        split += [each[MOST_URGENT] for each in levels] == [1, 1]
+        levels = [status["engines"][0]["levels"] for status in await asyncio.to_thread(statuses)]
+        split += [counts[MOST_URGENT] for counts in levels] == [1, 1]
         await asyncio.gather(*tasks)
     report.note("rounds in which two urgent requests went to two replicas", f"{split} of {rounds}")
     report.check(split == rounds, "urgent requests shared a replica")
@@ -282,7 +285,7 @@ async def reload_and_refuse(session: Any, report: Report, policy: Path) -> None:
         policy.write_text(POLICY.format(waiting=waiting))
 
         def adopted() -> bool:
-            versions = [one["engines"][0]["policy"]["version"] for one in statuses()]
+            versions = [status["engines"][0]["policy"]["version"] for status in statuses()]
             return versions == [version, version]
 
         begin = time.monotonic()
@@ -301,17 +304,18 @@ async def reload_and_refuse(session: Any, report: Report, policy: Path) -> None:
     for stream in (False, True):
         answers = await burst(stream)
         name = "streamed" if stream else "not streamed"
-        found = Counter(str(one.status) for one in answers)
-        refused = [one for one in answers if one.status == 429]
-        report.note(f"burst of {ROUND}, at most 6 waiting per replica, {name}", dict(found))
-        report.note(f"Retry-After, {name}", sorted({one.retry_after for one in refused}, key=str))
-        report.check(set(found) == {"200", "429"}, f"{name}: statuses {found}")
-        complete = all(one.code == "over_capacity" and one.retry_after for one in refused)
+        counts = Counter(str(answer.status) for answer in answers)
+        refused = [answer for answer in answers if answer.status == 429]
+        report.note(f"burst of {ROUND}, at most 6 waiting per replica, {name}", dict(counts))
+        retry_after = {answer.retry_after for answer in refused}
+        report.note(f"Retry-After, {name}", sorted(retry_after, key=str))
+        report.check(set(counts) == {"200", "429"}, f"{name}: statuses {counts}")
+        complete = all(answer.code == "over_capacity" and answer.retry_after for answer in refused)
         report.check(complete, f"{name}: a refusal without code or Retry-After")
     await reload(waiting=1000, version=3)
-    found = Counter(str(one.status) for one in await burst(True))
-    report.note("the same burst, at most 1000 waiting", dict(found))
-    report.check(set(found) == {"200"}, f"after the reload: statuses {found}")
+    counts = Counter(str(answer.status) for answer in await burst(True))
+    report.note("the same burst, at most 1000 waiting", dict(counts))
+    report.check(set(counts) == {"200"}, f"after the reload: statuses {counts}")
 
 
 async def metrics(report: Report) -> None:
@@ -336,7 +340,7 @@ async def survive(session: Any, report: Report) -> None:
     answers: list[tuple[float, Answer]] = []
     begin = time.monotonic()
 
-    async def one(number: int) -> None:
+    async def send(number: int) -> None:
         await asyncio.sleep(number * 0.2)
         sent = time.monotonic() - begin
         try:
@@ -346,7 +350,7 @@ async def survive(session: Any, report: Report) -> None:
 
     before = await asyncio.to_thread(statuses)
     victim = psutil.Process(before[0]["pid"])
-    flow = [asyncio.create_task(one(number)) for number in range(100)]
+    flow = [asyncio.create_task(send(number)) for number in range(100)]
     await asyncio.sleep(5)
     killed = time.monotonic() - begin
     for process in [*victim.children(recursive=True), victim]:
@@ -364,7 +368,7 @@ async def survive(session: Any, report: Report) -> None:
 
     def replaced() -> bool:
         now = statuses()
-        return len(now) == 2 and before[0]["pid"] not in [one["pid"] for one in now]
+        return len(now) == 2 and before[0]["pid"] not in [status["pid"] for status in now]
 
     done = await wait_for(replaced, 180)
     report.note("seconds until its successor serves", round(time.monotonic() - begin - killed))

@@ -58,7 +58,7 @@ async def collect(
     """Append the answers to prompts that have none yet."""
     import aiohttp
 
-    known = {one["text"] for one in read(path)}
+    known = {answer["text"] for answer in read(path)}
     seats = asyncio.Semaphore(_AT_ONCE)
     timeout = aiohttp.ClientTimeout(total=3600)
     async with aiohttp.ClientSession(url, timeout=timeout) as session:
@@ -98,7 +98,7 @@ def held_out(answer: Answer) -> bool:
 
 def by_buckets(predictor: TextPredictor, answers: Sequence[Answer]) -> Left:
     """The estimate that the scheduler uses: buckets that an answer has outlived drop out."""
-    texts = [one["text"] for one in answers]
+    texts = [answer["text"] for answer in answers]
     predictions = dict(zip(texts, predictor.predict(texts), strict=True))
     buckets = predictor.length_buckets
     assert buckets is not None
@@ -113,8 +113,8 @@ def by_buckets(predictor: TextPredictor, answers: Sequence[Answer]) -> Left:
 
 def by_ridge(training: Sequence[Answer], answers: Sequence[Answer]) -> Left:
     """A ridge regression on the words of the prompt."""
-    examples = [Example(one["text"], None, one["tokens"]) for one in training]
-    texts = [one["text"] for one in answers]
+    examples = [Example(answer["text"], None, answer["tokens"]) for answer in training]
+    texts = [answer["text"] for answer in answers]
     tokens = tfidf_baselines(examples)[TFIDF_LENGTHS](texts).tokens
     assert tokens is not None
     guessed = dict(zip(texts, tokens, strict=True))
@@ -130,18 +130,22 @@ def reading_on(training: Sequence[Answer], first: Left) -> Left:
     from sklearn.linear_model import Ridge
 
     words = TfidfVectorizer(analyzer="char_wb", ngram_range=(1, 4), min_df=3, sublinear_tf=True)
-    places = [(one, there) for one in training for there in range(_EVERY, one["tokens"], _EVERY)]
-    words.fit([end(*place) for place in places])
+    places = [
+        (answer, there) for answer in training for there in range(_EVERY, answer["tokens"], _EVERY)
+    ]
+    words.fit([end(answer, there) for answer, there in places])
 
     def features(rows: Sequence[tuple[Answer, int]]) -> Any:
         numbers = [
-            [math.log(there), math.log(first(one, 0)), math.log(first(one, there))]
-            for one, there in rows
+            [math.log(there), math.log(first(answer, 0)), math.log(first(answer, there))]
+            for answer, there in rows
         ]
-        return hstack([words.transform([end(*row) for row in rows]), csr_matrix(numbers)])
+        ends = words.transform([end(answer, there) for answer, there in rows])
+        return hstack([ends, csr_matrix(numbers)])
 
     model = Ridge(alpha=3.0)
-    model.fit(features(places), numpy.log([one["tokens"] - there for one, there in places]))
+    tokens_left = [answer["tokens"] - there for answer, there in places]
+    model.fit(features(places), numpy.log(tokens_left))
 
     def left(answer: Answer, there: int) -> float:
         read_at = there // _EVERY * _EVERY
@@ -160,9 +164,9 @@ def end(answer: Answer, there: int) -> str:
 
 def agreement(answers: Sequence[Answer], left: Left, place: float) -> float:
     """Kendall's tau of the tokens left when so much of each answer is there."""
-    there = [int(place * one["tokens"]) for one in answers]
-    truth = [one["tokens"] - at for one, at in zip(answers, there, strict=True)]
-    return kendall_tau(truth, [left(one, at) for one, at in zip(answers, there, strict=True)])
+    pairs = [(answer, int(place * answer["tokens"])) for answer in answers]
+    truth = [answer["tokens"] - there for answer, there in pairs]
+    return kendall_tau(truth, [left(answer, there) for answer, there in pairs])
 
 
 def run(args: argparse.Namespace) -> int:
@@ -172,27 +176,28 @@ def run(args: argparse.Namespace) -> int:
         wanted = [line for line in prompts if line]
         asyncio.run(collect(args.url, wanted, args.answers, args.max_tokens, args.temperature))
     answers = read(args.answers)
-    training = [one for one in answers if not held_out(one)]
-    unseen = [one for one in answers if held_out(one)]
-    ended = [one for one in unseen if one["finish"] == "stop"]
+    training = [answer for answer in answers if not held_out(answer)]
+    unseen = [answer for answer in answers if held_out(answer)]
+    ended = [answer for answer in unseen if answer["finish"] == "stop"]
     if args.training_csv:
-        rows = [Example(one["text"], None, one["tokens"]) for one in training]
+        rows = [Example(answer["text"], None, answer["tokens"]) for answer in training]
         write_examples(rows, args.training_csv)
         return 0
     ways: dict[str, Left] = {"shipped": by_buckets(TextPredictor.load(None, 2), answers)}
     if args.learned:
         ways["learned"] = by_buckets(TextPredictor.load(args.learned, 2), answers)
     if args.again:
-        again = {one["text"]: one["tokens"] for one in read(args.again)}
+        again = {answer["text"]: answer["tokens"] for answer in read(args.again)}
         ways["another answer"] = lambda answer, there: max(1, again[answer["text"]] - there)
     ways["ridge on the prompt"] = by_ridge(training, unseen)
-    whole = [one for one in training if one["finish"] == "stop"]
+    whole = [answer for answer in training if answer["finish"] == "stop"]
     ways["reading on"] = reading_on(whole, ways.get("learned", ways["shipped"]))
     title = f"Kendall's tau of {len(ended)} unseen answers ({len(training)} to learn from)"
     heads = (f"{len(unseen)} at start", *(f"{place:.0%} there" for place in _PLACES))
     table = make_table(title, "tokens left by", *heads)
     for name, left in ways.items():
-        cells = [agreement(unseen, left, 0.0), *(agreement(ended, left, at) for at in _PLACES)]
+        cells = [agreement(unseen, left, 0.0)]
+        cells += [agreement(ended, left, place) for place in _PLACES]
         table.add_row(name, *(f"{cell:.3f}" for cell in cells))
     make_console().print(table)
     return 0

@@ -24,9 +24,18 @@ _LEVELS = ("0", "1", "2", "3", "4", "all")
 _MODES = ("full_batching", "immediate")
 _OTHERS = ("HPJF", "SJF", "FCFS")
 _SCENARIOS = (
-    *("paper-table1", "paper-table1-script", "paper-table2", "paper-table2-script"),
-    *("paper-fig2a", "paper-fig2b", "paper-fig2c", "paper-fig2d"),
-    *("paper-fig3", "paper-fig4", "paper-fig5", "tiers"),
+    "paper-table1",
+    "paper-table1-script",
+    "paper-table2",
+    "paper-table2-script",
+    "paper-fig2a",
+    "paper-fig2b",
+    "paper-fig2c",
+    "paper-fig2d",
+    "paper-fig3",
+    "paper-fig4",
+    "paper-fig5",
+    "tiers",
 )
 
 Results = dict[str, list[Cell]]
@@ -42,7 +51,8 @@ def run_scenarios(workers: int, progress: Progress | None = None) -> Results:
         for outcome in mapped(run_task, flat, workers):
             outcomes.append(outcome)
             advance()
-    results, place = {}, 0
+    results = {}
+    place = 0
     for name, group in tasks.items():
         results[name] = cells_of(group, outcomes[place : place + len(group)])
         place += len(group)
@@ -74,7 +84,8 @@ def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def _beside(ours: float, theirs: float | None) -> str:
-    return f"{ours:.2f} / {'-' if theirs is None else f'{theirs:.2f}'}"
+    printed = "-" if theirs is None else f"{theirs:.2f}"
+    return f"{ours:.2f} / {printed}"
 
 
 def _big_table(
@@ -88,7 +99,8 @@ def _big_table(
     header = [""] + [
         f"{mode.split('_')[0]}, {cell.point[axis]}" for mode in _MODES for cell in by_mode[mode]
     ]
-    rows, near = [], 0
+    rows = []
+    near = 0
     for level, theirs in zip(_LEVELS, numbers, strict=True):
         ours = [cell.levels[level][_METRIC] for cell in ordered]
         if level != "all":
@@ -137,14 +149,14 @@ def _by_scheduler(
 def _spikes(results: Results) -> Iterator[str]:
     rows = []
     most = f"<= {PRINTED['figure_2d_at_most']}"
-    for name, gap, printed in (
+    for scenario, gap, printed in (
         ("paper-fig2c", "0.1 s", PRINTED["figure_2c"]),
         ("paper-fig2d", "1.0 s", {"HPJF": most, "SJF": most, "FCFS": most, "semantic": "-"}),
     ):
-        urgent = _by_scheduler(results[name], "0", max_burst=100)
+        urgent = _by_scheduler(results[scenario], "0", max_burst=100)
         semantic = urgent["semantic"]
-        ratios = [f"{urgent[other] / semantic:.1f} / {printed[other]}" for other in _OTHERS]
-        means = _by_scheduler(results[name], "all", max_burst=100)
+        ratios = [f"{urgent[name] / semantic:.1f} / {printed[name]}" for name in _OTHERS]
+        means = _by_scheduler(results[scenario], "all", max_burst=100)
         overall = ", ".join(f"{scheduler} {value:.2f}" for scheduler, value in means.items())
         rows.append([gap, *ratios, f"{semantic:.2f} / {printed['semantic']}", overall])
     header = ["gap", *_OTHERS, "semantic, s per token", "all levels, s per token"]
@@ -157,7 +169,7 @@ def _spikes_on_other_cards(cells: Sequence[Cell]) -> Iterator[str]:
     for printed in PRINTED["figure_4"]:
         urgent = _by_scheduler(cells, "0", max_burst=100, **printed)
         semantic = urgent["semantic"]
-        ratios = [f"{urgent[other] / semantic:.1f}" for other in _OTHERS]
+        ratios = [f"{urgent[name] / semantic:.1f}" for name in _OTHERS]
         own = _beside(semantic, printed["seconds"])
         rows.append([*_setting(printed), *ratios, f"{printed['at_most']}", own])
     header = ["setting", "gap", *_OTHERS, "printed, at most", "semantic"]
@@ -168,15 +180,12 @@ def _real_engine(cells: Sequence[Cell]) -> Iterator[str]:
     rows = []
     for printed in PRINTED["figures_3_and_5"]:
         bursts = dict.fromkeys(cell.point["workload.max_burst"] for cell in cells)
-        urgent = {
-            burst: found
-            for burst in bursts
-            if (found := _by_scheduler(cells, "0", max_burst=burst, **printed))
-        }
-        ratios = {burst: one["FCFS"] / one["semantic"] for burst, one in urgent.items()}
+        urgent = {burst: _by_scheduler(cells, "0", max_burst=burst, **printed) for burst in bursts}
+        urgent = {burst: seconds for burst, seconds in urgent.items() if seconds}
+        ratios = {burst: seconds["FCFS"] / seconds["semantic"] for burst, seconds in urgent.items()}
         shown = ", ".join(f"{burst}: {ratio:.1f}" for burst, ratio in ratios.items())
         most = f"{max(ratios.values()):.1f} / {printed['at_most']}"
-        own = _beside(max(one["semantic"] for one in urgent.values()), printed["seconds"])
+        own = _beside(max(seconds["semantic"] for seconds in urgent.values()), printed["seconds"])
         rows.append([*_setting(printed), shown, most, own])
     header = ["setting", "gap", "FCFS / semantic by burst", "at most", "semantic, at most"]
     yield from _table("`paper-fig3`, `paper-fig5`: urgency 0, ours / printed", header, rows)
@@ -198,7 +207,8 @@ def _mixed_load(cells: Sequence[Cell]) -> Iterator[str]:
         ]
         row = [cell.scheduler]
         for value, theirs in zip(ours, PRINTED["mixed_load"][cell.scheduler], strict=True):
-            row.append(f"{value:.3g} / {theirs:g}" if value < 1000 else f"{value:.0f} / {theirs:g}")
+            shown = f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+            row.append(f"{shown} / {theirs:g}")
         rows.append([*row, f"{levels['all']['refused']:.0f} of {levels['all']['count']:.0f}"])
     header = [
         "",

@@ -65,15 +65,16 @@ def _per_token(records: Sequence[Record]) -> float | None:
 
 def measure(args: argparse.Namespace, name: str) -> dict[str, Figures]:
     """Figures of one scheduler by cell, `gap/burst`."""
-    spec, found = SCHEDULERS[name], {}
+    spec = SCHEDULERS[name]
+    figures = {}
     with serve(args, spec, args.max_output) as (server, client):
         client.send_together(requests_of(args, 0.0, _WARM_UP))
         for gap in map(float, args.gaps.split(",")):
             for burst in map(int, args.bursts_of.split(",")):
                 records = client.send(requests_of(args, gap, burst), f"{name} {gap:g}/{burst}")
                 server.check()
-                found[f"{gap:g}/{burst}"] = figures_of(records)
-    return found
+                figures[f"{gap:g}/{burst}"] = figures_of(records)
+    return figures
 
 
 def results_so_far(path: Path, args: argparse.Namespace) -> dict[str, dict[str, Figures]]:
@@ -91,8 +92,10 @@ def rows_of(results: Mapping[str, Mapping[str, Figures]]) -> list[list[str]]:
     for cell, semantic in results["semantic"].items():
         others = [results[name][cell] for name in ("HPJF", "SJF", "FCFS")]
         own = semantic["0"]
-        ratios = [f"{one['0'] / own:.1f}" if own and one["0"] else "-" for one in others]
-        means = [f"{1e3 * (one['all'] or 0):.0f}" for one in (*reversed(others), semantic)]
+        ratios = [
+            f"{figures['0'] / own:.1f}" if own and figures["0"] else "-" for figures in others
+        ]
+        means = [f"{1e3 * (figures['all'] or 0):.0f}" for figures in (*reversed(others), semantic)]
         violations = f"{100 * (semantic['finish_order_violations'] or 0):.0f} %"
         rows.append([cell, *ratios, f"{1e3 * (own or 0):.0f}", " / ".join(means), violations])
     return rows
@@ -130,8 +133,9 @@ def run(args: argparse.Namespace) -> int:
     figures = PRINTED["figure_2c"]
     printed = ", ".join(f"{name} {figures[name]}" for name in ("HPJF", "SJF", "FCFS"))
     console.print(f"printed at 0.1/100, simulated: {printed}; records: {path}", soft_wrap=True)
-    failed = sum(one["failed"] or 0 for cells in results.values() for one in cells.values())
-    return print_problems(console, [f"{failed:.0f} requests failed"] if failed else [])
+    failed = sum(figures["failed"] or 0 for cells in results.values() for figures in cells.values())
+    problems = [f"{failed:.0f} requests failed"] if failed else []
+    return print_problems(console, problems)
 
 
 if __name__ == "__main__":

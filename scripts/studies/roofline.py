@@ -85,13 +85,14 @@ def derived_seconds(row: Row, device: Device) -> float:
 
 def errors(rows: Iterable[Row], device: Device) -> dict[tuple[int, int], list[float]]:
     """Relative errors by number of devices and row of the table."""
-    found: dict[tuple[int, int], list[float]] = {}
+    by_devices_and_tokens: dict[tuple[int, int], list[float]] = {}
     for row in rows:
-        tokens, devices = int(row["num_tokens"]), int(row["num_tensor_parallel_workers"])
+        tokens = int(row["num_tokens"])
+        devices = int(row["num_tensor_parallel_workers"])
         bound = next(bound for bound in _BOUNDS if tokens <= bound)
         error = derived_seconds(row, device) / layer_seconds(row) - 1
-        found.setdefault((devices, bound), []).append(error)
-    return found
+        by_devices_and_tokens.setdefault((devices, bound), []).append(error)
+    return by_devices_and_tokens
 
 
 def cpu_errors(derived: EngineProfile, measured: EngineProfile) -> Iterator[tuple[str, float]]:
@@ -134,47 +135,46 @@ def step_errors(steps: Steps) -> Iterator[tuple[int, float, list[float]]]:
     """Sequences, median measured seconds, and median absolute errors: of the derived and the
     corrected profile, and of the one in use."""
     for size in sorted({batch.sequences for batch, _ in steps.measured}):
-        found = [
-            (steps.derived.step(batch), steps.corrected.step(batch), live, seconds)
+        of_size = [
+            (batch, seconds, live)
             for (batch, seconds), live in zip(steps.measured, steps.live, strict=True)
             if batch.sequences == size
         ]
-        *believed, measured = zip(*found, strict=True)
         errors = [
-            statistics.median(abs(a / b - 1) for a, b in zip(one, measured, strict=True))
-            for one in believed
+            statistics.median(abs(steps.derived.step(batch) / s - 1) for batch, s, _ in of_size),
+            statistics.median(abs(steps.corrected.step(batch) / s - 1) for batch, s, _ in of_size),
+            statistics.median(abs(live / s - 1) for _, s, live in of_size),
         ]
-        yield size, statistics.median(measured), errors
+        yield size, statistics.median(seconds for _, seconds, _ in of_size), errors
 
 
 def growth(steps: Steps, profile: EngineProfile | None = None) -> float:
     """Median step with the most sequences by that with one: measured, or by a profile."""
     sizes = [batch.sequences for batch, _ in steps.measured]
-    ends = (
-        statistics.median(
+
+    def median(size: int) -> float:
+        return statistics.median(
             profile.step(batch) if profile else seconds
             for batch, seconds in steps.measured
             if batch.sequences == size
         )
-        for size in (max(sizes), min(sizes))
-    )
-    most, one = ends
-    return most / one
+
+    return median(max(sizes)) / median(min(sizes))
 
 
-def measure_engine(config: TinyModelConfig, seats: int, seconds: float, folder: Path) -> Steps:
-    """Serve more requests than seats for so long, then measure steps of each size."""
+def _make_engine(config: TinyModelConfig, seats: int, folder: Path) -> Any:
+    """vLLM's engine in this process, with our scheduler and a model of random weights."""
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     make_model(folder / "model", config)
     policy = folder / "policy.yaml"
     policy.write_text("predictor: {enabled: false}\n")
-    engine: Any = LLM(
+    return LLM(
         str(folder / "model"),
         dtype="float32",
         enforce_eager=True,
@@ -187,18 +187,27 @@ def measure_engine(config: TinyModelConfig, seats: int, seconds: float, folder: 
         scheduler_cls="vllm_semantic_sched.SemanticScheduler",
         additional_config={"semantic_sched": {"policy": str(policy)}},
     ).llm_engine
+
+
+def measure_engine(config: TinyModelConfig, seats: int, seconds: float, folder: Path) -> Steps:
+    """Serve more requests than seats for so long, then measure steps of each size."""
+    engine = _make_engine(config, seats, folder)
+    from vllm import SamplingParams
+
     estimates = engine.engine_core.engine_core.scheduler.core.estimates
-    found: list[tuple[Batch, float, float]] = []
-    learn, rng = estimates.observe_step, random.Random(0)
+    observed: list[tuple[Batch, float, float]] = []  # with seconds, taken and believed
+    learn = estimates.observe_step
+    rng = random.Random(0)
     seen = Counter[int]()
-    derived, both_ends = estimates.profile, None
+    derived = estimates.profile
+    both_ends = None
 
     def observe(batch: Batch, took: float) -> None:
         nonlocal both_ends
         believed = estimates.profile.step(batch)
         learn(batch, took)
         if not batch.prefills:
-            found.append((batch, took, believed))
+            observed.append((batch, took, believed))
             seen[batch.sequences] += 1
             if both_ends is None and min(seen[1], seen[seats]) >= 5:
                 both_ends = estimates.profile
@@ -211,29 +220,35 @@ def measure_engine(config: TinyModelConfig, seats: int, seconds: float, folder: 
         params = SamplingParams(max_tokens=output, ignore_eos=True, temperature=0.0)
         engine.add_request(str(next(numbers)), {"prompt_token_ids": tokens}, params)
 
+    def finish() -> None:
+        while engine.has_unfinished_requests():
+            engine.step()
+
     add(20, 20)  # what a client sends to see whether the server works
-    while engine.has_unfinished_requests():
-        engine.step()
+    finish()
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         while engine.get_num_unfinished_requests() < seats + 4:
             add(rng.randint(16, 300), rng.randint(30, 200))
         engine.step()
     corrected = estimates.profile
-    while engine.has_unfinished_requests():
-        engine.step()
-    found.clear()
+    finish()
+    observed.clear()
+    sizes = [min(2**power, seats) for power in range(seats.bit_length())]
     for _ in range(3):  # in turn, because the machine's speed drifts
-        for size in [2**power for power in range(seats.bit_length())]:
-            for _ in range(min(size, seats)):
+        for size in sizes:
+            for _ in range(size):
                 add(rng.randint(100, 250), 25)
-            while engine.has_unfinished_requests():
-                engine.step()
+            finish()
     assert both_ends is not None
-    sizes = {min(2**power, seats) for power in range(seats.bit_length())}
-    kept = [one for one in found if one[0].sequences in sizes]
-    measured, live = [one[:2] for one in kept], [one[2] for one in kept]
-    return Steps(measured, live, derived, both_ends, corrected)
+    kept = [row for row in observed if row[0].sequences in sizes]
+    return Steps(
+        measured=[(batch, took) for batch, took, _ in kept],
+        live=[believed for _, _, believed in kept],
+        derived=derived,
+        both_ends=both_ends,
+        corrected=corrected,
+    )
 
 
 def _print_engine(args: argparse.Namespace) -> int:
@@ -266,9 +281,9 @@ def _print_engine(args: argparse.Namespace) -> int:
 
 def _print_timings(path: Path, device: Device) -> None:
     with path.open(encoding="utf-8", newline="") as file:
-        found = errors(csv.DictReader(file), device)
-    counts = sorted({devices for devices, _ in found})
-    bounds = sorted({bound for _, bound in found})
+        errors_by_group = errors(csv.DictReader(file), device)
+    counts = sorted({devices for devices, _ in errors_by_group})
+    bounds = sorted({bound for _, bound in errors_by_group})
     print(f"\n{path.stem}: median (worst) by tokens and number of devices\n")
     print("| tokens |", " | ".join(map(str, counts)), "|")
     print("|---|" + "---|" * len(counts))
@@ -276,7 +291,7 @@ def _print_timings(path: Path, device: Device) -> None:
     for bound in bounds:
         label = f"{below + 1:,}" if bound == below + 1 else f"{below + 1:,} to {bound:,}"
         label = f"over {below:,}" if bound == _BOUNDS[-1] else label
-        cells = (_cell(found[devices, bound]) for devices in counts)
+        cells = (_cell(errors_by_group[devices, bound]) for devices in counts)
         print(f"| {label} |", " | ".join(cells), "|")
         below = bound
 
@@ -296,7 +311,8 @@ def _run(args: argparse.Namespace) -> int:
     for path in sorted((root / "vidur").glob("mlp_*.csv")):
         _print_timings(path, device_named(path.stem.split("_")[1]))
     for size in SIZES:
-        model, measured = tiny_shape(size), load_profile(f"cpu-2core-{size}")
+        model = tiny_shape(size)
+        measured = load_profile(f"cpu-2core-{size}")
         device = measure_device("cpu", "this processor", "float32", model)
         print(
             f"\n{size}: {device.bf16 * 1e3:.0f} GFLOP/s, reads {device.bandwidth:.1f} GB/s, copies "

@@ -63,10 +63,14 @@ def run(args: argparse.Namespace) -> int:
     """Read everything, print a table and write `second_look.json`."""
     predictor = TextPredictor.load(args.model)
     texts = [*written(args.texts / "long_prompts.yaml"), *composed(args.texts / "compositions")]
-    first = predictor.predict([one.text for one in texts])
-    console, rows = make_console(), []
+    first = predictor.predict([text.text for text in texts])
+    console = make_console()
+    rows = []
     for name, certain in (
-        *(("parts", certain) for certain in (0.9, 0.95, SecondLook().certain, 0.995)),
+        ("parts", 0.9),
+        ("parts", 0.95),
+        ("parts", SecondLook().certain),
+        ("parts", 0.995),
         ("parts alone", SecondLook().certain),
         ("sentences seen before", SecondLook().certain),
     ):
@@ -88,7 +92,7 @@ _known: dict[str, list[list[Prediction]]] = {}
 def _readings(name: str, texts: list[Text], predictor: TextPredictor) -> list[list[Prediction]]:
     """Of each text, what the second look reads in it."""
     if name not in _known:
-        asked = [_segments(name, one.text) for one in texts]
+        asked = [_segments(name, text.text) for text in texts]
         flat = iter(predictor.predict([part for parts in asked for part in parts]))
         _known[name] = [[next(flat) for _ in parts] for parts in asked]
     return _known[name]
@@ -99,8 +103,8 @@ def _segments(name: str, text: str) -> list[str]:
         return parts_of(text)
     if name == "parts alone":
         return [part[_FRAMING:-_FRAMING] for part in parts_of(text)]
-    seen = _SENTENCE_END.split(cut_text(text, DEFAULT_WINDOW))
-    return [one for one in seen if len(one) > 12][:MOST_PARTS]
+    sentences = _SENTENCE_END.split(cut_text(text, DEFAULT_WINDOW))
+    return [sentence for sentence in sentences if len(sentence) > 12][:MOST_PARTS]
 
 
 def _figures(
@@ -113,18 +117,26 @@ def _figures(
     """Numbers of texts read as level 0 or 1, by kind, without and with the second look."""
     counts: defaultdict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for text, whole, parts in zip(texts, first, readings, strict=True):
-        found = decide_level(whole.urgency, Decision()) <= _URGENT and not whole.unreadable
-        raised = found or any(
+        read_urgent = decide_level(whole.urgency, Decision()) <= _URGENT and not whole.unreadable
+        raised = read_urgent or any(
             sum(part.urgency[: _URGENT + 1]) >= certain and not part.unreadable for part in parts
         )
         half = "tuning" if text.chosen_by else "test"
         group = counts["urgent" if text.urgent else "calm", half, text.kind]
-        for place, count in enumerate((True, found, raised)):
-            group[place] += count
-    for (urgent, half, kind), (count, found, raised) in sorted(counts.items(), reverse=True):
+        group[0] += 1
+        group[1] += read_urgent
+        group[2] += raised
+    for (urgent, half, kind), (count, first_count, second_count) in sorted(
+        counts.items(), reverse=True
+    ):
         yield {
-            **{"read": name, "certain": certain, "half": half, "texts": f"{urgent}: {kind}"},
-            **{"n": count, "first": found, "second": raised},
+            "read": name,
+            "certain": certain,
+            "half": half,
+            "texts": f"{urgent}: {kind}",
+            "n": count,
+            "first": first_count,
+            "second": second_count,
         }
 
 
@@ -140,7 +152,8 @@ def written(path: Path) -> Iterator[Text]:
 
 def composed(folder: Path) -> Iterator[Text]:
     """An emergency, a framed one or none in the middle of something long, in each language."""
-    answers, rng = _answers(), random.Random(5)
+    answers = _answers()
+    rng = random.Random(5)
     for path in sorted(folder.glob("*.yaml")):
         parts = yaml.safe_load(path.read_text("utf-8"))
         english = path.stem == "en"

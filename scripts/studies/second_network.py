@@ -38,7 +38,9 @@ def second_of(first: Model) -> Model:
     config = copy.deepcopy(first.network.config)
     config.n_layers = packed.config.n_layers
     network = UrgencyLengthClassifier(config)
-    layers = {name: one for name, one in packed.state.items() if name.startswith("transformer.")}
+    layers = {
+        name: value for name, value in packed.state.items() if name.startswith("transformer.")
+    }
     network.distilbert.load_state_dict(layers, strict=False)
     network.distilbert.embeddings = first.network.distilbert.embeddings
     network.add_attention()

@@ -28,7 +28,8 @@ from vllm_semantic_sched.policy.config.tiers import target_shares
 
 VARIANTS = {"shares": None, "nothing refused": "off"}  # admission.over_share
 _MIX = "1:1:1:0:0"
-_CALM, _BACKGROUND = 20, 2
+_CALM = 20
+_BACKGROUND = 2
 
 
 def write_policy(folder: Path, name: str) -> Path:
@@ -66,30 +67,34 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
     spec = SchedulerSpec(name, "semantic-true", str(write_policy(args.output, name)))
     with serve(args, spec, 64) as (server, client):
         rate = capacity(client, requests_of(args, 8 * args.seats, 0.0))
-        calm = [replace(one, level=_BACKGROUND) for one in requests_of(args, _CALM, 0.0)]
+        calm = [replace(request, level=_BACKGROUND) for request in requests_of(args, _CALM, 0.0)]
         alone = client.send_one_by_one(calm, "calm")
         gap = 2 / (args.overload * rate)
         count = int(args.seconds * args.overload * rate)
         records = client.send(requests_of(args, count, gap), name, stop_after=args.seconds)
         server.check()
-    refused = Counter((one.level, code) for one in records if (code := refusal_code(one)))
+    refused: Counter[tuple[int, str]] = Counter()
+    for record in records:
+        code = refusal_code(record)
+        if code is not None:
+            refused[record.level, code] += 1
     return {
         "capacity_requests_per_second": rate,
-        "calm_refused": sum(refusal_code(one) is not None for one in alone),
-        "calm_answered": sum(one.ok for one in alone),
-        "sent": [sum(one.level == level for one in records) for level in range(3)],
+        "calm_refused": sum(refusal_code(record) is not None for record in alone),
+        "calm_answered": sum(record.ok for record in alone),
+        "sent": [sum(record.level == level for record in records) for level in range(3)],
         "refused": [[level, code, number] for (level, code), number in sorted(refused.items())],
         "shares": shares_over_time(records, args.seconds, args.window),
     }
 
 
-def problems_of(found: dict[str, Any]) -> list[str]:
+def problems_of(results: dict[str, Any]) -> list[str]:
     """A line for each thing that should not be."""
     problems = []
-    for name, one in found.items():
-        if one["calm_refused"]:
-            problems.append(f"{name}: {one['calm_refused']} requests refused without pressure")
-        if any(level == 0 for level, *_ in one["refused"]):
+    for name, figures in results.items():
+        if figures["calm_refused"]:
+            problems.append(f"{name}: {figures['calm_refused']} requests refused without pressure")
+        if any(level == 0 for level, *_ in figures["refused"]):
             problems.append(f"{name}: premium was refused")
     return problems
 
@@ -106,27 +111,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure both variants and print the tables; 1 if something should not be."""
-    found = {name: measure(args, name) for name in VARIANTS}
-    write_json(args.output / "shares.json", {"environment": environment(), **found})
+    results = {name: measure(args, name) for name in VARIANTS}
+    write_json(args.output / "shares.json", {"environment": environment(), **results})
     targets = target_shares(parse_policy(read_config("shares", kind="policy")[0]).tiers)
     table = make_table(
         "share of the output tokens, %", "policy", "seconds", "premium", "standard", "background"
     )
     table.add_row("target", "", *(f"{100 * target:.0f}" for target in targets))
-    for name, one in found.items():
-        for number, shares in enumerate(one["shares"]):
+    for name, figures in results.items():
+        for number, shares in enumerate(figures["shares"]):
             begin = number * args.window
             cells = (f"{100 * share:.0f}" for share in shares)
             table.add_row(name, f"{begin:.0f} to {begin + args.window:.0f}", *cells)
     console = make_console()
     console.print(table)
-    for name, one in found.items():
-        refused = ", ".join(f"tier {level}: {n} {code}" for level, code, n in one["refused"])
+    for name, figures in results.items():
+        refused = ", ".join(f"tier {level}: {n} {code}" for level, code, n in figures["refused"])
         console.print(
-            f"{name}: {one['calm_answered']} of {_CALM} background requests answered without "
-            f"pressure; of {one['sent']} sent under pressure refused: {refused or 'none'}"
+            f"{name}: {figures['calm_answered']} of {_CALM} background requests answered without "
+            f"pressure; of {figures['sent']} sent under pressure refused: {refused or 'none'}"
         )
-    return print_problems(console, problems_of(found))
+    return print_problems(console, problems_of(results))
 
 
 if __name__ == "__main__":

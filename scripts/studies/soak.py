@@ -64,13 +64,13 @@ def growth(samples: Sequence[Sample]) -> list[Growth]:
         raise ValueError(f"{len(samples)} samples do not tell: at least {_LEAST_SAMPLES}")
     steady = samples[int(_WARM_UP * len(samples)) :]
     third = max(1, len(steady) // 3)
-    found = []
-    for name in sorted({name for one in samples for name in one}):
-        values = [one.get(name, 0.0) for one in steady]
-        found.append(
+    growths = []
+    for name in sorted({name for sample in samples for name in sample}):
+        values = [sample.get(name, 0.0) for sample in steady]
+        growths.append(
             Growth(name, float(np.median(values[:third])), float(np.median(values[-third:])))
         )
-    return found
+    return growths
 
 
 def take_sample(server: VllmServer) -> Sample:
@@ -112,7 +112,7 @@ def draw(samples: Sequence[Sample], hours: Sequence[float], path: Path) -> None:
     for name in sorted(samples[start]):
         base = samples[start][name]
         if base:
-            axis.plot(hours, [one.get(name, 0.0) / base for one in samples], lw=1, label=name)
+            axis.plot(hours, [sample.get(name, 0.0) / base for sample in samples], lw=1, label=name)
     axis.axvspan(0, hours[start], color="0.9", lw=0)
     axis.set(xlabel="hours (grey: warm-up)", ylabel="relative to the end of the warm-up")
     axis.set_ylim(0)
@@ -162,17 +162,22 @@ def run(args: argparse.Namespace) -> int:
             _show(hours[-1], args.hours, len(samples), len(problems))
             write_json(args.output / "soak.json", {"hours": hours, "samples": samples})
             time.sleep(args.pause)
-    found = growth(samples)
+    growths = growth(samples)
     console = make_console()
     print_table(
         f"{len(samples)} rounds in {hours[-1]:.2f} h",
         ("figure", "first third", "last", "allowed"),
-        ((one.name, *map(round, (one.first, one.last, one.allowed))) for one in found),
+        (
+            (figure.name, *map(round, (figure.first, figure.last, figure.allowed)))
+            for figure in growths
+        ),
     )
     console.print(", ".join(f"{count} {name}" for name, count in sorted(outcomes.items())))
     draw(samples, hours, args.output / "soak.png")
     problems += [
-        f"{one.name} grows from {one.first:.0f} to {one.last:.0f}" for one in found if one.grows
+        f"{figure.name} grows from {figure.first:.0f} to {figure.last:.0f}"
+        for figure in growths
+        if figure.grows
     ]
     return print_problems(console, problems)
 

@@ -115,9 +115,10 @@ class _Client:
         streams = plan.server.seats + _SPARE_STREAMS
         count = streams + self._per_call * (_KNOWN_CALLS + calls)
         texts = [request.text for request in make_workload(WorkloadConfig(count)).requests]
-        self._streams, prompts = texts[:streams], texts[streams:]
+        self._streams = texts[:streams]
         batches = [
-            prompts[at : at + self._per_call] for at in range(0, len(prompts), self._per_call)
+            texts[start : start + self._per_call]
+            for start in range(streams, len(texts), self._per_call)
         ]
         self._known = itertools.cycle(batches[:_KNOWN_CALLS])
         self._new = iter(batches[_KNOWN_CALLS:])
@@ -147,7 +148,9 @@ class _Client:
                 await asyncio.gather(*streams, return_exceptions=True)
         for phase in phases:
             phase.gaps = [
-                gap for at, gap in self._gaps if phase.start <= at - gap and at <= phase.end
+                gap
+                for moment, gap in self._gaps
+                if phase.start <= moment - gap and moment <= phase.end
             ]
         return phases
 

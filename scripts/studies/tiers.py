@@ -39,12 +39,11 @@ if TYPE_CHECKING:
 TIERS = ("premium", "standard", "background")
 
 _MIX = "1:2:1:0:0"
-_FCFS, _PRIORITY, _NO_PROMISES, _PROMISES = SCHEDULERS = (
-    "vLLM FCFS",
-    "vLLM priority",
-    "ours, no promises",
-    "ours",
-)
+_FCFS = "vLLM FCFS"
+_PRIORITY = "vLLM priority"
+_NO_PROMISES = "ours, no promises"
+_PROMISES = "ours"
+SCHEDULERS = (_FCFS, _PRIORITY, _NO_PROMISES, _PROMISES)
 _IDLE_REQUESTS = 24
 # The standard tier's promise relative to the premium tier's. Background is promised nothing.
 _STANDARD_PROMISE = 20.0
@@ -76,12 +75,13 @@ def tier_row(
     """Evaluate one tier, of the records of all. `promise`: seconds to the first token, None if none
     is promised; `horizon`: seconds after which requests were given up."""
     mine = [record for record in records if record.level == level]
-    ttfts = [one.ttft for one in mine if one.ttft is not None]
-    refused = Counter(code for one in mine if (code := refusal_code(one)) is not None)
+    ttfts = [record.ttft for record in mine if record.ttft is not None]
+    codes = [refusal_code(record) for record in mine]
+    refused = Counter(code for code in codes if code is not None)
     waiting = [
-        horizon - one.arrival
-        for one in mine
-        if one.first_token is None and refusal_code(one) is None
+        horizon - record.arrival
+        for record, code in zip(mine, codes, strict=True)
+        if record.first_token is None and code is None
     ]
     p50, p99 = percentiles(ttfts)
     kept = None
@@ -91,9 +91,9 @@ def tier_row(
         scheduler,
         TIERS[level],
         sent=len(mine),
-        answered=sum(one.ok for one in mine),
+        answered=sum(record.ok for record in mine),
         refused=dict(refused),
-        unanswered=sum(one.finish is None and refusal_code(one) is None for one in mine),
+        unanswered=sum(record.finish is None and refusal_code(record) is None for record in mine),
         ttft_p50=p50,
         ttft_p99=p99,
         kept=kept,
@@ -105,14 +105,14 @@ def totals_of(
     scheduler: str, records: Sequence[Record], preemptions: float, horizon: float
 ) -> dict[str, Any]:
     """Summarize all tiers under one scheduler; `failed`: requests that failed without a code."""
-    end = max((one.finish for one in records if one.finish), default=horizon)
+    end = max((record.finish for record in records if record.finish), default=horizon)
     return {
         "scheduler": scheduler,
-        "output_tokens_per_second": sum(len(one.token_ids) for one in records) / end,
+        "output_tokens_per_second": sum(len(record.token_ids) for record in records) / end,
         "preemptions_per_minute": 60 * preemptions / end,
         "latest_send": latest_send(records),
         "failed": sum(
-            one.status not in (None, 200) and refusal_code(one) is None for one in records
+            record.status not in (None, 200) and refusal_code(record) is None for record in records
         ),
     }
 
@@ -130,10 +130,11 @@ def wait_bound(
 ) -> float | None:
     """Most seconds until the first seat, with the symbols of `policy.order.aging`: q `older`
     requests, T `admission_gap` and S `seat_seconds`. None: unbounded."""
-    if (waited := seconds_to_overdue(aging, level)) is None:
+    overdue = seconds_to_overdue(aging, level)
+    if overdue is None:
         return None
-    each = math.ceil(1.0 / aging.share - ROUNDING) * admission_gap + seat_seconds
-    return waited + (older + 1) * each
+    per_request = math.ceil(1.0 / aging.share - ROUNDING) * admission_gap + seat_seconds
+    return overdue + (older + 1) * per_request
 
 
 def compare_with_aging_bound(
@@ -144,27 +145,33 @@ def compare_with_aging_bound(
     between two first tokens."""
     if not aging.enabled:
         return None
-    starts = sorted(one.first_token for one in records if one.first_token is not None)
-    longest_gap = max((later - one for one, later in itertools.pairwise(starts)), default=horizon)
-    ends = [(one.arrival, _end_of_wait(one, horizon)) for one in records]
+    starts = sorted(record.first_token for record in records if record.first_token is not None)
+    gaps = (after - before for before, after in itertools.pairwise(starts))
+    longest_gap = max(gaps, default=horizon)
+    ends = [(record.arrival, _end_of_wait(record, horizon)) for record in records]
     waits = []
-    for one in records:
-        if one.level == level and refusal_code(one) is None:
-            older = sum(arrival < one.arrival < end for arrival, end in ends)
+    for record in records:
+        if record.level == level and refusal_code(record) is None:
+            older = sum(arrival < record.arrival < end for arrival, end in ends)
             bound = wait_bound(aging, level, older, longest_gap)
             if bound is None:
                 return None
-            waits.append((_end_of_wait(one, horizon) - one.arrival, bound))
+            waits.append((_end_of_wait(record, horizon) - record.arrival, bound))
     if not waits:
         return None
-    longest = max(waits)
+    longest_wait, its_bound = max(waits)
     beyond = sum(wait > bound for wait, bound in waits)
-    return {"requests": len(waits), "beyond": beyond, "wait": longest[0], "bound": longest[1]}
+    return {
+        "requests": len(waits),
+        "beyond": beyond,
+        "wait": longest_wait,
+        "bound": its_bound,
+    }
 
 
-def _end_of_wait(one: Record, horizon: float) -> float:
+def _end_of_wait(record: Record, horizon: float) -> float:
     return min(
-        [time for time in (one.first_token, one.finish) if time is not None], default=horizon
+        [time for time in (record.first_token, record.finish) if time is not None], default=horizon
     )
 
 
@@ -230,14 +237,15 @@ class Study:
         else:
             for section in ("admission", "shedding", "deadlines", "aging"):
                 data.pop(section, None)
-        path: Path = self._args.output / f"{'promises' if promises else 'no-promises'}.yaml"
+        name = "promises.yaml" if promises else "no-promises.yaml"
+        path: Path = self._args.output / name
         path.write_text(yaml.safe_dump(data, sort_keys=False))
         return path
 
     def _set_load(self, client: LoadClient) -> Workload:
         args = self._args
         alone = client.send_one_by_one(self._sample(_IDLE_REQUESTS), "idle engine")
-        ttfts = sorted(one.ttft for one in alone if one.ttft)
+        ttfts = sorted(record.ttft for record in alone if record.ttft)
         idle = ttfts[len(ttfts) // 2]
         rate = capacity(client, self._sample(CAPACITY_ROUNDS * args.seats))
         self.facts = {
@@ -277,10 +285,16 @@ def print_tables(
          "TTFT p99, s", "in time", "longest wait, s"),
         (
             (
-                *(row.scheduler, row.tier, row.sent, row.answered),
+                row.scheduler,
+                row.tier,
+                row.sent,
+                row.answered,
                 ", ".join(f"{count} {code}" for code, count in row.refused.items()) or "0",
-                *(row.unanswered, f"{row.ttft_p50:.3f}", f"{row.ttft_p99:.3f}"),
-                *("-" if row.kept is None else f"{row.kept:.1%}", f"{row.longest_wait:.1f}"),
+                row.unanswered,
+                f"{row.ttft_p50:.3f}",
+                f"{row.ttft_p99:.3f}",
+                "-" if row.kept is None else f"{row.kept:.1%}",
+                f"{row.longest_wait:.1f}",
             )
             for row in rows
         ),
@@ -292,8 +306,11 @@ def print_tables(
         ("scheduler", "output tok/s", "vs FCFS", "preemptions/min", "latest send, s"),
         (
             (
-                *(total["scheduler"], f"{speed:.0f}", f"{speed / speeds[0]:.3f}"),
-                *(f"{total['preemptions_per_minute']:.0f}", f"{total['latest_send']:.2f}"),
+                total["scheduler"],
+                f"{speed:.0f}",
+                f"{speed / speeds[0]:.3f}",
+                f"{total['preemptions_per_minute']:.0f}",
+                f"{total['latest_send']:.2f}",
             )
             for total, speed in zip(totals, speeds, strict=True)
         ),
@@ -305,7 +322,8 @@ def print_tables(
         f"{facts['capacity_requests_per_second']:.1f} requests/s"
     )
     for total in totals:
-        if bound := total.get("bound"):
+        bound = total.get("bound")
+        if bound:
             console.print(
                 f"{total['scheduler']}: {bound['beyond']} of {bound['requests']} requests of the "
                 f"last tier waited longer than the bound of aging; the longest wait was "

@@ -36,14 +36,16 @@ def copy_each(sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor)
     stream = torch.cuda.current_stream().cuda_stream
     triples = zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True)
     for source, target, size in triples:
-        if status := copy(target, source, size, _ANY_DIRECTION, stream):
+        status = copy(target, source, size, _ANY_DIRECTION, stream)
+        if status:
             raise RuntimeError(f"cudaMemcpyAsync failed with {status}")
 
 
 def pin(rows: torch.Tensor) -> None:
     """Pin a host tensor in place."""
     size = rows.numel() * rows.element_size()
-    if status := int(torch.cuda.cudart().cudaHostRegister(rows.data_ptr(), size, 0)):
+    status = int(torch.cuda.cudart().cudaHostRegister(rows.data_ptr(), size, 0))
+    if status:
         raise RuntimeError(f"cudaHostRegister failed with {status}")
 
 
@@ -78,7 +80,8 @@ def check_copies(device: str, wait: Callable[[], None]) -> bool:
         wrong = why_wrong(backend, regions, slots)
         right = right and wrong is None
         print(f"blocks of {size >> 10} KiB:", wrong or "all came back, in a step and beside one")
-        chosen, host = torch.randperm(blocks)[:slots].tolist(), [range(slots)]
+        chosen = torch.randperm(blocks)[:slots].tolist()
+        host = [range(slots)]
 
         def both(backend: Any = backend, chosen: Any = chosen, host: Any = host) -> None:
             backend.load(chosen, host, "load")

@@ -87,12 +87,12 @@ def drawn_load(args: argparse.Namespace, levels: int, prefixes: bool = False) ->
     return draw_load(LoadConfig(args.requests, 1.0, args.seed, mix=mix, **shared))
 
 
-def misses(found: Agreement) -> list[str]:
+def misses(errors_of: Agreement) -> list[str]:
     """The targets that were missed, with the worst error."""
     errors = {
-        "mean E2E": [found.e2e[ALL]],
-        "p99 TTFT": [error for level, error in found.ttft_p99.items() if level != ALL],
-        "steps": [found.steps],
+        "mean E2E": [errors_of.e2e[ALL]],
+        "p99 TTFT": [error for level, error in errors_of.ttft_p99.items() if level != ALL],
+        "steps": [errors_of.steps],
     }
     worst = {name: max(map(_size, values)) for name, values in errors.items()}
     return [
@@ -108,15 +108,17 @@ def validate(args: argparse.Namespace) -> dict[Case, Agreement]:
     """Run all cases."""
     rate = capacity(drawn_load(args, 5), replace(engine_config(args), scheduler="fcfs"))
     print(f"capacity: {rate:.2f} requests/s", flush=True)
-    found = {}
+    agreements = {}
     for case in cases(args):
         load = drawn_load(args, load_policy(case.policy).levels, case.prefixes)
-        found[case] = agreement(faster(load, case.factor * rate), case.config(args))
-        print(f"{case}, {case.factor:g}x: {', '.join(misses(found[case])) or 'met'}", flush=True)
-    return found
+        agreements[case] = agreement(faster(load, case.factor * rate), case.config(args))
+        print(
+            f"{case}, {case.factor:g}x: {', '.join(misses(agreements[case])) or 'met'}", flush=True
+        )
+    return agreements
 
 
-def agreement_table(found: dict[Case, Agreement]) -> tuple[list[str], list[list[str]]]:
+def agreement_table(agreements: dict[Case, Agreement]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows."""
     columns = [
         "policy",
@@ -130,18 +132,24 @@ def agreement_table(found: dict[Case, Agreement]) -> tuple[list[str], list[list[
     ]
     columns += ["worst level's mean E2E", "p99 TTFT by level, s", "error", "answered"]
     rows = []
-    for case, one in found.items():
-        device, simulated = one.device, one.simulated
+    for case, errors in agreements.items():
+        device = errors.device
+        simulated = errors.simulated
         levels = [name for name in device.levels if name != ALL]
-        worst = max((one.e2e[name] for name in levels), key=_size)
+        worst = max((errors.e2e[name] for name in levels), key=_size)
         rows.append(
             [
-                *(str(case), f"{case.factor:g}x"),
-                *(f"{device.levels[ALL].e2e_mean:.1f}", _percent(one.e2e[ALL])),
-                *(str(device.steps), _percent(one.steps)),
-                *(f"{device.tokens_per_second:.0f}", _percent(one.tokens), _percent(worst)),
+                str(case),
+                f"{case.factor:g}x",
+                f"{device.levels[ALL].e2e_mean:.1f}",
+                _percent(errors.e2e[ALL]),
+                str(device.steps),
+                _percent(errors.steps),
+                f"{device.tokens_per_second:.0f}",
+                _percent(errors.tokens),
+                _percent(worst),
                 " / ".join(f"{device.levels[name].ttft_p99:.2f}" for name in levels),
-                " / ".join(_percent(one.ttft_p99[name]) for name in levels),
+                " / ".join(_percent(errors.ttft_p99[name]) for name in levels),
                 f"{device.levels[ALL].count}, {simulated.levels[ALL].count}",
             ]
         )
@@ -186,11 +194,11 @@ def validate_whatif(args: argparse.Namespace) -> list[Prediction]:
             cached,
         ),
     }
-    found: list[Prediction] = []
+    predictions: list[Prediction] = []
     for name, (load, config) in loads.items():
-        found += _predictions(name, load, config, args.output / f"{name}.jsonl")
+        predictions += _predictions(name, load, config, args.output / f"{name}.jsonl")
         print(f"{name}: done", flush=True)
-    return found
+    return predictions
 
 
 def _predictions(
@@ -209,8 +217,14 @@ def _predictions(
     for cell in predicted:
         for level, latencies in measured[cell.scheduler].items():
             for metric in METRICS:
-                found, real = cell.levels[level][metric], getattr(latencies, metric)
-                yield Prediction(name, cell.scheduler, level, metric, real, found)
+                yield Prediction(
+                    load=name,
+                    policy=cell.scheduler,
+                    level=level,
+                    metric=metric,
+                    real=getattr(latencies, metric),
+                    predicted=cell.levels[level][metric],
+                )
 
 
 def device_run(load: Sequence[LoadRequest], config: EngineConfig) -> dict[str, Any]:
@@ -221,22 +235,30 @@ def device_run(load: Sequence[LoadRequest], config: EngineConfig) -> dict[str, A
         return device_figures_of(engine).levels
 
 
-def whatif_table(found: Sequence[Prediction]) -> tuple[list[str], list[list[str]]]:
+def whatif_table(predictions: Sequence[Prediction]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows."""
-    levels = list(dict.fromkeys(one.level for one in found))
+    levels = list(dict.fromkeys(prediction.level for prediction in predictions))
+    by_row: dict[tuple[str, str, str], dict[str, Prediction]] = {}
+    for prediction in predictions:
+        key = (prediction.load, prediction.policy, prediction.metric)
+        by_row.setdefault(key, {})[prediction.level] = prediction
     rows = []
-    for key in dict.fromkeys((one.load, one.policy, one.metric) for one in found):
-        row = {one.level: one for one in found if (one.load, one.policy, one.metric) == key}
-        cells = [f"{row[at].real:.3g} {_percent(row[at].error)}" for at in levels]
-        load, policy, metric = key
+    for (load, policy, metric), by_level in by_row.items():
+        cells = [
+            f"{by_level[level].real:.3g} {_percent(by_level[level].error)}" for level in levels
+        ]
         rows.append([load, "recorded" if policy == SAME else policy, metric, *cells])
-    return ["load", "policy", "metric", *(f"level {at}" for at in levels)], rows
+    return ["load", "policy", "metric", *(f"level {level}" for level in levels)], rows
 
 
-def summary(found: Sequence[Prediction]) -> Iterator[str]:
+def summary(predictions: Sequence[Prediction]) -> Iterator[str]:
     """A sentence per metric about the policies that were predicted."""
     for metric in METRICS:
-        errors = [abs(one.error) for one in found if one.metric == metric and one.policy != SAME]
+        errors = [
+            abs(prediction.error)
+            for prediction in predictions
+            if prediction.metric == metric and prediction.policy != SAME
+        ]
         yield f"{metric}: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}"
 
 
@@ -264,14 +286,13 @@ def run(args: argparse.Namespace) -> int:
     if args.whatif:
         predictions = validate_whatif(args)
         columns, rows = whatif_table(predictions)
-        figures: Any = [asdict(one) for one in predictions]
+        figures: Any = [asdict(prediction) for prediction in predictions]
     else:
-        found = validate(args)
-        columns, rows = agreement_table(found)
-        figures = [asdict(case) | asdict(one) for case, one in found.items()]
-        missed = [
-            f"{case}, {case.factor:g}x: {m}" for case, one in found.items() for m in misses(one)
-        ]
+        agreements = validate(args)
+        columns, rows = agreement_table(agreements)
+        figures = [asdict(case) | asdict(errors) for case, errors in agreements.items()]
+        for case, errors in agreements.items():
+            missed += [f"{case}, {case.factor:g}x: {miss}" for miss in misses(errors)]
     title = "emulated device: real vLLM, step times from a profile"
     print_table(f"{title}; errors of the simulator", columns, rows)
     print(*(summary(predictions) if args.whatif else missed or ["no target missed"]), sep="\n")

@@ -50,8 +50,11 @@ def shared_object(*binaries: bytes) -> bytearray:
 
 def kept(data: bytearray) -> list[list[tuple[int, bytes]]]:
     return [
-        [(one.architecture, bytes(data[one.at + 64 : one.at + one.size])) for one in each.entries]
-        for each in fat_binaries(data)
+        [
+            (part.architecture, bytes(data[part.begin + 64 : part.begin + part.size]))
+            for part in binary.entries
+        ]
+        for binary in fat_binaries(data)
     ]
 
 
