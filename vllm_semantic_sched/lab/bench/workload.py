@@ -188,11 +188,7 @@ def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) 
     requests = []
     for index, (arrival, level) in enumerate(zip(arrivals, levels, strict=True)):
         question = source(rng)
-        parts = [write_message(level, rng), question.text]
-        if config.place == "alone":
-            parts.pop()
-        elif config.place == "inside":
-            parts.insert(0, source(rng).text)
+        parts = _write_parts(config, level, question.text, source, rng)
         if level > 0 and context_rng.random() < config.long_prompts:
             parts.insert(-1, write_context(context_rng))
         shortest = max(config.min_output_tokens, question.output_tokens)
@@ -215,6 +211,22 @@ def make_workload(config: WorkloadConfig, source: QuestionSource | None = None) 
             )
         )
     return Workload(config, tuple(requests), description)
+
+
+def _write_parts(
+    config: WorkloadConfig,
+    level: int,
+    question: str,
+    source: QuestionSource,
+    rng: np.random.Generator,
+) -> list[str]:
+    """A message of a level, where the configuration places it beside questions."""
+    message = write_message(level, rng)
+    if config.place == "alone":
+        return [message]
+    if config.place == "inside":
+        return [source(rng).text, message, question]
+    return [message, question]
 
 
 def _check(config: WorkloadConfig) -> None:
