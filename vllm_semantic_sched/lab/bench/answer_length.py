@@ -42,7 +42,7 @@ class AnswerLength(LogitsProcessor, SecondInterface):  # type: ignore[misc]
     vLLM chooses a model runner and checks that this class has that runner's interface. What it
     makes of it has that interface alone."""
 
-    def __new__(cls, vllm_config: VllmConfig, *given: Any) -> Any:
+    def __new__(cls, vllm_config: VllmConfig, *given: Any) -> Any:  # noqa: D102 - a constructor
         # The first runner gives a device and whether memory is pinned, the second its state.
         if len(given) == 2:
             return OfFirstRunner(*given)

@@ -40,42 +40,89 @@ def add_plan_arguments(
     add = parser.add_argument
     add("--policy", default="ems", help="of the semantic schedulers: a name or a YAML file")
     add("--requests", type=int, default=requests, help="per mix (default: %(default)s)")
-    text = "offered load over the first scheduler's measured capacity (%(default)s)"
-    add("--overload", type=float, default=overload, help=text)
+    add(
+        "--overload",
+        type=float,
+        default=overload,
+        help="offered load over the first scheduler's measured capacity (%(default)s)",
+    )
     add("--gap", type=float, help="seconds between bursts, instead of --overload")
     add("--maxcon", type=int, default=max_burst, help="largest burst (%(default)s)")
     add("--seed", type=int, default=load.seed, help="of the workload (%(default)s)")
-    text = "longer answers are cut to this many tokens (%(default)s)"
-    add("--max-output", type=int, default=load.max_output_tokens, help=text)
-    text = "the model ends its answers itself, to chats; for a model that has been trained, and on "
-    text += "a CPU with steps as short as those of `semsched serve`"
-    add("--natural-ends", action="store_true", help=text)
-    text = "where the message stands: alone, before a question or between two (%(default)s)"
-    add("--place", choices=workload.PLACES, default=load.place, help=text)
-    text = "prompts of chats with a history, as long as those of a GPU's users are: "
-    text += f"{', '.join(PROMPTS)} (1,500, 200, 6,000 tokens in the median; answers of 250), "
-    text += f"{TRACE} (of the data folder) or the file of a trace"
-    add("--prompts", default=load.prompts, metavar="NAME|FILE", help=text)
-    text = "requests come from tenants with these weights, for example 4:1:1, of which semantic "
-    text += "schedulers are told; --detail prints the fairness among them"
-    add("--tenants", default="", metavar="WEIGHTS", help=text)
-    text = "share of the requests of levels 1 to 4 with a context of about 1,000 tokens "
-    text += "(%(default)s)"
-    add("--long-prompts", type=float, default=load.long_prompts, metavar="SHARE", help=text)
-    text = "run every scheduler this many times, in reversed order every second time, and compare "
-    text += "the best rounds (%(default)s)"
-    add("--rounds", type=int, default=1, help=text)
-    text = "run a round again, up to this many times, if the hypervisor took more than 3 %% of the "
-    text += "CPU time away (%(default)s)"
-    add("--repeats", type=int, default=2, help=text)
+    add(
+        "--max-output",
+        type=int,
+        default=load.max_output_tokens,
+        help="longer answers are cut to this many tokens (%(default)s)",
+    )
+    add(
+        "--natural-ends",
+        action="store_true",
+        help=(
+            "the model ends its answers itself, to chats; for a model that has been trained, and "
+            "on a CPU with steps as short as those of `semsched serve`"
+        ),
+    )
+    add(
+        "--place",
+        choices=workload.PLACES,
+        default=load.place,
+        help="where the message stands: alone, before a question or between two (%(default)s)",
+    )
+    add(
+        "--prompts",
+        default=load.prompts,
+        metavar="NAME|FILE",
+        help=(
+            "prompts of chats with a history, as long as those of a GPU's users are: "
+            f"{', '.join(PROMPTS)} (1,500, 200, 6,000 tokens in the median; answers of 250), "
+            f"{TRACE} (of the data folder) or the file of a trace"
+        ),
+    )
+    add(
+        "--tenants",
+        default="",
+        metavar="WEIGHTS",
+        help=(
+            "requests come from tenants with these weights, for example 4:1:1, of which semantic "
+            "schedulers are told; --detail prints the fairness among them"
+        ),
+    )
+    add(
+        "--long-prompts",
+        type=float,
+        default=load.long_prompts,
+        metavar="SHARE",
+        help=(
+            "share of the requests of levels 1 to 4 with a context of about 1,000 tokens "
+            "(%(default)s)"
+        ),
+    )
+    add(
+        "--rounds",
+        type=int,
+        default=1,
+        help=(
+            "run every scheduler this many times, in reversed order every second time, and "
+            "compare the best rounds (%(default)s)"
+        ),
+    )
+    add(
+        "--repeats",
+        type=int,
+        default=2,
+        help=(
+            "run a round again, up to this many times, if the hypervisor took more than 3 %% of "
+            "the CPU time away (%(default)s)"
+        ),
+    )
 
 
 def add_server_arguments(parser: argparse.ArgumentParser, needs_model: bool = True) -> None:
     """Declare the model, the output folder and the options of `make_server`."""
     shape = ServerConfig(Path(), Path())
     add = parser.add_argument
-    text = "model folder (see `bench make-model`)"
-    add("--model", required=needs_model, type=Path, help=text)
+    add("--model", required=needs_model, type=Path, help="model folder (see `bench make-model`)")
     add("--output", required=True, type=Path, help="folder for results, pictures and logs")
     add("--seats", type=int, default=shape.seats, help="max_num_seqs (%(default)s)")
     add("--blocks", type=int, default=shape.num_blocks, help="KV blocks; 0: vLLM's choice")
@@ -87,12 +134,20 @@ def add_server_arguments(parser: argparse.ArgumentParser, needs_model: bool = Tr
 
 
 def add_nice_argument(parser: argparse.ArgumentParser) -> None:
-    text = "process priority of servers and client; a value below 0 makes other programs disturb "
-    text += "the figures less and needs root"
-    parser.add_argument("--nice", type=int, default=0, help=text)
+    """Declare the servers' process priority, `--nice`."""
+    parser.add_argument(
+        "--nice",
+        type=int,
+        default=0,
+        help=(
+            "process priority of servers and client; a value below 0 makes other programs disturb "
+            "the figures less and needs root"
+        ),
+    )
 
 
 def make_server(args: argparse.Namespace) -> ServerConfig:
+    """The server that the options describe, under vLLM's own scheduler."""
     return ServerConfig(
         model=args.model,
         log=args.output / "server.log",
@@ -183,8 +238,13 @@ def print_summary(console: Console, mix: str, rows: Rows, label: str = "") -> No
     )  # fmt: skip
     for row in rows.values():
         waiting = page.fixed(1e3 * row.levels["all"]["normalized_waiting"].mean)
-        urgent = (page.fixed(row.p99_ttft()), page.fixed(row.best.idle_ratio))
-        table.add_row(row.scheduler.title, *urgent, waiting, f"{row.best.tokens_per_second:.0f}")
+        table.add_row(
+            row.scheduler.title,
+            page.fixed(row.p99_ttft()),
+            page.fixed(row.best.idle_ratio),
+            waiting,
+            f"{row.best.tokens_per_second:.0f}",
+        )
     table.caption = "time per token: from arrival to the last token, waiting included"
     console.print(label)
     console.print(table)
@@ -203,7 +263,8 @@ def print_mix(console: Console, mix: str, rows: Rows) -> None:
         table.padding = (0, 0, 0, 1)
         table.pad_edge = False
         for column in table.columns[1:]:
-            column.no_wrap, column.max_width = True, 76
+            column.no_wrap = True
+            column.max_width = 76
         for row in content.rows:
             table.add_row(*(Text(str(cell)) for cell in row))
         table.caption = content.note

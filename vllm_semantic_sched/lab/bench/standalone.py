@@ -141,7 +141,8 @@ def model_output(scheduler: Scheduler, step: SchedulerOutput) -> ModelRunnerOutp
         req_ids=scheduled,
         req_id_to_index={request_id: index for index, request_id in enumerate(scheduled)},
         sampled_token_ids=[
-            [] if scheduler.requests[one].is_prefill_chunk else [7] for one in scheduled
+            [] if scheduler.requests[request_id].is_prefill_chunk else [7]
+            for request_id in scheduled
         ],
         logprobs=None,
         prompt_logprobs_dict={},
@@ -160,20 +161,25 @@ class StubReader:
         self.second_looks = SecondLooks()
 
     def submit(self, request_id: str, *args: Any, **kwargs: Any) -> bool:
+        """Take a prompt, whatever it says."""
         self._submitted.append(request_id)
         return True
 
     def drain(self) -> list[tuple[str, Prediction]]:
         """Answer all prompts since the last call."""
-        submitted, self._submitted = self._submitted, []
+        submitted = self._submitted
+        self._submitted = []
         return [(request_id, _PREDICTION) for request_id in submitted]
 
     def passes(self) -> list[tuple[int, float]]:
+        """None: there is no network."""
         return []
 
-    def cancel(self, request_id: str) -> None: ...
+    def cancel(self, request_id: str) -> None:
+        """No-op: an answer to a request that has ended is ignored."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """No-op: there is no process."""
 
 
 def _decode(tokens: Sequence[int]) -> str:
@@ -184,7 +190,8 @@ def _decode(tokens: Sequence[int]) -> str:
 def read_texts(scheduler: Any) -> None:
     """Let one of our schedulers read prompts, by the instant reader and a stub of the network."""
     feed = scheduler.predictions
-    feed.service, feed.tokenizer = StubReader(), SimpleNamespace(decode=_decode)
+    feed.service = StubReader()
+    feed.tokenizer = SimpleNamespace(decode=_decode)
     feed.instant = InstantReader.load()
 
 
