@@ -30,7 +30,7 @@ _BAR = 24  # characters for a probability of 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the text and what reads it."""
+    """Declare the text, the policy and the model that reads it."""
     add = parser.add_argument
     add("text", help="a prompt")
     add("--policy", default=DEFAULT_POLICY, help="name or path (default: %(default)s)")

@@ -55,7 +55,7 @@ AskVllm = Callable[[Sequence[str], Mapping[str, str]], str | None]
 
 
 class Machine(NamedTuple):
-    """What of a machine decides vLLM's options."""
+    """The hardware that vLLM's options depend on."""
 
     has_gpu: bool
     cores: int

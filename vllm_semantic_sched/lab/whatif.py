@@ -296,7 +296,7 @@ def _doubts(
 
 
 def _check(relative_errors: dict[tuple[str, str], float]) -> Iterator[str]:
-    """How well the recorded policy is simulated; nothing without a level to compare."""
+    """How well the recorded policy is simulated. Empty if no level can be compared."""
     if not relative_errors:
         return
     level, metric = max(relative_errors, key=lambda key: abs(relative_errors[key]))

@@ -200,7 +200,7 @@ def _import_problem() -> str | None:
 
 
 def check_profile(profile: EngineProfile) -> Iterator[Finding]:
-    """Doubts that a server would log about an engine profile."""
+    """Warnings that a server would log about an engine profile."""
     doubts = profile.doubts(0)  # those that a server would log; the context length is not known
     for doubt in doubts:
         text, _, advice = doubt.partition(". ")

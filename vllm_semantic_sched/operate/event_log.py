@@ -129,7 +129,7 @@ class LogReader:
         return self._requests.pop(key) if state in END_STATES else None
 
     def _begin(self, event: dict[str, Any], now: float) -> LoggedRequest:
-        """Follow the request of an event from now on."""
+        """The record of a request that appears in the log for the first time."""
         keeps_spans = self._kept < self._limit and now >= self._since
         self._kept += keeps_spans
         self._unfinished_kept += keeps_spans

@@ -70,7 +70,7 @@ class Account:
 
     @property
     def last(self) -> Event:
-        """Its newest event, as the log has it."""
+        """The newest event of the request."""
         return self.lines[-1]
 
 
@@ -159,7 +159,7 @@ def account_of(logs: Sequence[Path], request: str) -> Account | None:
 
 
 class _Seat(NamedTuple):
-    """That a request got one, at a Unix time."""
+    """A request that got a seat, at a Unix time."""
 
     time: float
     request: str

@@ -55,7 +55,7 @@ class Round:
 
     @property
     def output_tokens(self) -> int:
-        """Of all answers."""
+        """Sum over all answers."""
         return sum(record.output_tokens for record in self.records)
 
     @property
@@ -80,12 +80,12 @@ class Round:
 
     @cached_property
     def values(self) -> LevelValues:
-        """Of the load."""
+        """Metrics of the requests of the load."""
         return metrics.by_level(self.records, self.idle_model)
 
     @cached_property
     def idle_values(self) -> LevelValues:
-        """Of the requests that were sent one by one."""
+        """Metrics of the requests that were sent one by one."""
         return metrics.by_level(self.idle, self.idle_model)
 
     @property
@@ -148,7 +148,7 @@ class MixResult:
 
     @property
     def records(self) -> Sequence[Record]:
-        """Of the best round, in the order of the workload."""
+        """Those of the best round, in the order of the workload."""
         return self.best.records
 
     @property
@@ -239,7 +239,7 @@ class Comparison:
         return row.rounds[0] if row else None
 
     def rows(self) -> list[MixResult]:
-        """Results of all mixes, in order."""
+        """Results of all mixes and schedulers, in order."""
         return [row for rows in self.mixes.values() for row in rows.values()]
 
     def failures(self) -> list[str]:

@@ -44,7 +44,7 @@ class SchedulerSpec:
 
     @property
     def title(self) -> str:
-        """As tables show it."""
+        """The name in tables."""
         title = _TITLES[self.kind]
         return f"{title} @{self.variant}" if self.variant else title
 
@@ -55,7 +55,7 @@ class SchedulerSpec:
 
     @property
     def reads_text(self) -> bool:
-        """Whether no request says its urgency."""
+        """Whether it reads the urgency from texts; the others are told or ignore it."""
         return self.kind == "semantic"
 
     @property

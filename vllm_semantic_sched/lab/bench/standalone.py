@@ -172,7 +172,7 @@ class StubReader:
         return [(request_id, _PREDICTION) for request_id in submitted]
 
     def passes(self) -> list[tuple[int, float]]:
-        """None: there is no network."""
+        """Empty: no network runs."""
         return []
 
     def cancel(self, request_id: str) -> None:

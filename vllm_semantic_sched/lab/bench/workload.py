@@ -117,7 +117,7 @@ class Workload:
 
     @property
     def output_tokens(self) -> int:
-        """Of all requests."""
+        """Sum over all requests."""
         return sum(request.output_tokens for request in self.requests)
 
 

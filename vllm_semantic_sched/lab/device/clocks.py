@@ -9,10 +9,10 @@ from vllm_semantic_sched.policy.profile.formula import Batch
 
 
 class Clock(Protocol):
-    """Seconds."""
+    """A clock of the device."""
 
     def now(self) -> float:
-        """Since any moment in the past."""
+        """Seconds since a fixed moment."""
         ...
 
     def wait_until(self, moment: float) -> None:
@@ -24,7 +24,7 @@ class WallClock:
     """The real one; it sleeps."""
 
     def now(self) -> float:
-        """As `time.monotonic` has it."""
+        """Seconds of `time.monotonic`."""
         return time.monotonic()
 
     def wait_until(self, moment: float) -> None:
@@ -42,7 +42,7 @@ class VirtualClock:
         self.passed: Callable[[], None] | None = None
 
     def now(self) -> float:
-        """Since the start, and from its value on."""
+        """Virtual seconds, from `start` on."""
         return self._now
 
     def wait_until(self, moment: float) -> None:

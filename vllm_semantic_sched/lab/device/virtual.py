@@ -165,7 +165,7 @@ class VirtualEngine:
 
     @property
     def scheduler(self) -> Any:
-        """vLLM's, which may be ours."""
+        """vLLM's scheduler, or ours in its place."""
         return self.core.scheduler
 
     # What happens when

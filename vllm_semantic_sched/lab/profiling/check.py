@@ -66,7 +66,7 @@ class Verdict(NamedTuple):
 
     @property
     def met(self) -> bool:
-        """Whether all targets are met; that of choices without `SLOWDOWNS`."""
+        """Whether all targets are met; `worst_choice` has none."""
         for median, p90 in (self.recompute, self.swap):
             if median > MEDIAN_TARGET or p90 > P90_TARGET:
                 return False
@@ -112,7 +112,7 @@ def measure_points(
 
 
 def judge(profile: EngineProfile, points: Sequence[Point]) -> Verdict:
-    """Compare the predictions with what was measured."""
+    """Errors of the predictions at these points, and how well the policy chooses there."""
     shares = {
         slowdown: float(np.mean([point.chooses_well(profile, slowdown) for point in points]))
         for slowdown in SLOWDOWNS

@@ -91,7 +91,7 @@ def fit_profile(base: EngineProfile, steps: Sequence[Step]) -> tuple[EngineProfi
 
 
 def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> LineFit:
-    """Seconds by amount, in the units of the amounts."""
+    """Fit seconds as a line over amounts, such as tokens."""
     (start, slope), errors = fit_nonnegative([(1, amount) for amount in amounts], seconds)
     return LineFit(_rounded(start), _rounded(slope), _residual(errors))
 

@@ -81,7 +81,7 @@ class Draft:
     rng: random.Random
 
     def pick(self, name: str) -> str:
-        """One of the language's texts of a kind, a field of `Parts`."""
+        """Draw one of the language's texts; `name` is a field of `Parts`."""
         texts: Sequence[str] = getattr(self.composer.parts[self.language], name)
         return self.rng.choice(texts)
 

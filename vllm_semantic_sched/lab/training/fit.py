@@ -47,7 +47,7 @@ LOSS_SHOWN = 50
 
 @dataclass(frozen=True)
 class Options:
-    """How long to train, from where, and where to."""
+    """Where training starts, how long it takes, and where its result goes."""
 
     output: Path  # folder for the trained model
     base: str  # model to start from, see `base_folder`

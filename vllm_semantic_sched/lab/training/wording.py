@@ -118,7 +118,7 @@ class Person(NamedTuple):
 
     @property
     def he(self) -> str:
-        """As the subject of a sentence."""
+        """The pronoun as a subject."""
         return "he" if self.male else "she"
 
     def fill(self, sentence: str) -> str:
