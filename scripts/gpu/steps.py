@@ -68,7 +68,7 @@ class Run:
         for process in self._running:
             _end(process)
         if error is not None:
-            self._add(Outcome("end", f"interrupted: {kind.__name__ if kind else ''} {error}", 0.0))
+            self._add(Outcome("end", f"interrupted: {type(error).__name__} {error}", 0.0))
         self.write()
 
     @property

@@ -120,7 +120,8 @@ def print_targets(targets: Iterable[Target]) -> None:
     """Print each target with the measured value and a verdict."""
     rows = []
     for target in targets:
-        required = f"at {'most' if target.at_most else 'least'} {target.required:g}"
+        direction = "at most" if target.at_most else "at least"
+        required = f"{direction} {target.required:g}"
         verdict = "met" if target.met else "missed"
         rows.append((target.text, f"{target.measured:.3g}", required, verdict))
     print_table("targets", ("target", "measured", "required", ""), rows)

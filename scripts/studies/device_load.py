@@ -151,7 +151,8 @@ def run(args: argparse.Namespace) -> int:
     for factor, scheduler, swap in itertools.product(args.factor, args.scheduler, args.swap):
         if swap and scheduler in SCHEDULERS:
             continue
-        name = f"{scheduler}{f', swap {swap:g} GiB' if swap else ''}, {factor:g}x"
+        name = f"{scheduler}, swap {swap:g} GiB" if swap else scheduler
+        name = f"{name}, {factor:g}x"
         config = configured(args, scheduler, swap or None)
         rows[name] = measure(faster(load, factor * rate), config, args.warm)
     print_rows(rows, next(iter(rows)))

@@ -93,7 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print GB/s of saves, loads and plain copies; 1 if a target is missed."""
-    device = args.device if args.device != "auto" else ("cuda" if has_gpu() else "cpu")
+    device = args.device
+    if device == "auto":
+        device = "cuda" if has_gpu() else "cpu"
     columns = ("tokens", "MB", "plain, out", "save", "plain, back", "load")
     rows = []
     worst = float("inf")

@@ -198,8 +198,10 @@ def _lines(axis: Axes, points: Sequence[tuple[float, MixResult]]) -> None:
     places = [place for place, _ in points]
     for group in _GROUPS:
         heights = [1e3 * _mean(row, group) for _, row in points]
-        label, style = ("all", "k--") if group == "all" else (f"urgency {group}", "o-")
-        axis.plot(places, heights, style, label=label, markersize=4)
+        if group == "all":
+            axis.plot(places, heights, "k--", label="all", markersize=4)
+        else:
+            axis.plot(places, heights, "o-", label=f"urgency {group}", markersize=4)
     axis.set_yscale("log")
     if min(places) > 0:
         axis.set_xscale("log")

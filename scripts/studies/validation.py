@@ -295,7 +295,8 @@ def run(args: argparse.Namespace) -> int:
             missed += [f"{case}, {case.factor:g}x: {miss}" for miss in misses(errors)]
     title = "emulated device: real vLLM, step times from a profile"
     print_table(f"{title}; errors of the simulator", columns, rows)
-    print(*(summary(predictions) if args.whatif else missed or ["no target missed"]), sep="\n")
+    lines = list(summary(predictions)) if args.whatif else missed
+    print("\n".join(lines or ["no target missed"]))
     write_json(args.output / "figures.json", figures)
     (args.output / "table.md").write_text(markdown(columns, rows), encoding="utf-8")
     return 3 if missed else 0

@@ -171,7 +171,8 @@ def _run_comparison(args: argparse.Namespace) -> int:
     if args.check_outputs:
         count = sum(len(row.counted_differences) for row in result.rows())
         console.print(f"greedy outputs that differ: {count}")
-        problems += [f"{count} greedy outputs differ"] if count else []
+        if count:
+            problems.append(f"{count} greedy outputs differ")
     return command_line.print_problems(console, problems)
 
 
@@ -342,4 +343,5 @@ def _run_make_model(args: argparse.Namespace) -> None:
         shape = SIZES[args.size]
         longest = args.max_model_len or shape.max_position_embeddings
         written = make_model(args.directory, replace(shape, max_position_embeddings=longest))
-    print(f"{'wrote' if written else 'already there:'} {args.directory}")
+    result = "wrote" if written else "already there:"
+    print(f"{result} {args.directory}")

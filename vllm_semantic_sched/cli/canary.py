@@ -84,9 +84,13 @@ def run(args: argparse.Namespace) -> int:
         print("no canary since the start of the server")
         return 0
     for number, engine in enumerate(engines):
-        roles = {"turns": f"both in turn, now the {engine['arm']} policy"}
-        role = roles.get(engine["role"], f"the {engine['role']} policy")
-        print(f"engine {number}: {role if engine['running'] else engine['end']}")
+        if not engine["running"]:
+            state = engine["end"]
+        elif engine["role"] == "turns":
+            state = f"both in turn, now the {engine['arm']} policy"
+        else:
+            state = f"the {engine['role']} policy"
+        print(f"engine {number}: {state}")
     _print_table(known)
     return 3 if any(engine["end"].startswith("rolled back") for engine in known) else 0
 

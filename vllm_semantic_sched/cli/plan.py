@@ -95,8 +95,10 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
         changes |= {"workload.arrivals": "poisson", "workload.rate": args.rate}
     if args.trace is not None:
         kind, _, name = args.trace.partition(":")
-        arrivals, path = ("azure", name) if kind == "azure" else ("jsonl", args.trace)
-        changes |= {"workload.arrivals": arrivals, "workload.path": path}
+        if kind == "azure":
+            changes |= {"workload.arrivals": "azure", "workload.path": name}
+        else:
+            changes |= {"workload.arrivals": "jsonl", "workload.path": args.trace}
     if args.engines is not None:
         changes["engine.replicas"] = args.engines
     return changes | arguments.parse_changes(args.set)

@@ -192,7 +192,8 @@ def replay(log: EngineLog, policies: dict[str, Policy]) -> WhatIf:
 
 def errors(cells: Sequence[Cell]) -> dict[tuple[str, str], float]:
     """Relative errors of the second cell by level of the first one and metric that is shown."""
-    measured, simulated = (cell.levels for cell in cells[:2])
+    measured = cells[0].levels
+    simulated = cells[1].levels
     return {
         (level, metric): simulated[level][metric] / row[metric] - 1.0
         for level, row in measured.items()

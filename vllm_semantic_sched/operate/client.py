@@ -83,7 +83,8 @@ class AdminClient:
             if prefix == _PREFIX:
                 address = urllib.parse.urlsplit(self.url)
                 token = admin_token(address.port or (443 if address.scheme == "https" else 80))
-                headers |= {} if token is None else {TOKEN_HEADER: token}
+                if token is not None:
+                    headers[TOKEN_HEADER] = token
             request = urllib.request.Request(self.url + prefix + path, data, headers)
             with urllib.request.urlopen(request, timeout=timeout) as reply:
                 return str(reply.read().decode())

@@ -171,7 +171,10 @@ def logs_in(paths: Iterable[Path]) -> list[Path]:
     """Event logs among files and in folders, without their rotated parts."""
     logs: list[Path] = []
     for path in paths:
-        logs += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        if path.is_dir():
+            logs += sorted(path.glob("*.jsonl"))
+        else:
+            logs.append(path)
     return logs
 
 

@@ -151,7 +151,8 @@ def account_of(logs: Sequence[Path], request: str) -> Account | None:
                     account.lines.append(event)
                     delays, window = waits.follow(event)
                     account.delays += delays
-                    account.windows += [window] if window else []
+                    if window is not None:
+                        account.windows.append(window)
             if account is not None:
                 _find_served(log, account)
                 return account
@@ -205,7 +206,9 @@ def grouped(delays: Iterable[Delay]) -> list[tuple[str, float]]:
     for delay in delays:
         key = (delay.cause, delay.blocker, delay.detail)
         seconds[key] += delay.seconds  # type: ignore[assignment]
-        levels[key] |= set() if delay.level is None else {delay.level}
+        of_key = levels[key]
+        if delay.level is not None:
+            of_key.add(delay.level)
     return [
         (_phrase(*key, levels[key]), total)
         for key, total in seconds.most_common()

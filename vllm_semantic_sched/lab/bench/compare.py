@@ -258,12 +258,13 @@ class _Run:
 def idle_sample(requests: Sequence[BenchRequest], quick: bool = False) -> list[BenchRequest]:
     """Return at most 24 requests of urgency 0, evenly spread, and four others from the shortest to
     the longest text, for the cost of a prompt's tokens; if `quick`, 4 and 2."""
-    most, rest = (4, 2) if quick else (24, 4)
+    most_urgent = 4 if quick else 24
+    most_others = 2 if quick else 4
     urgent = [request for request in requests if request.level == 0]
     others = [request for request in requests if request.level > 0]
     others.sort(key=lambda request: len(request.prompt))
     sample = []
-    for group, count in ((urgent, most), (others, rest)):
+    for group, count in ((urgent, most_urgent), (others, most_others)):
         places = np.linspace(0, len(group) - 1, min(count, len(group))).round().astype(int)
         sample += [group[place] for place in places]
     return sample

@@ -99,8 +99,8 @@ class HoldCosts:
 
     def between(self, begin: float = 0.0, end: float = float("inf")) -> tuple[float, float]:
         """Seconds charged and true seconds of the steps that ended in a window."""
-        rows = [row for row in self._rows if begin <= row[0] < end]
-        return sum(row[1] for row in rows), sum(row[2] for row in rows)
+        inside = [(charge, loss) for ended, charge, loss in self._rows if begin <= ended < end]
+        return sum(charge for charge, _ in inside), sum(loss for _, loss in inside)
 
     def _chosen(self, *args: Any, **kwargs: Any) -> Any:
         before = self._protection.budget.recent
