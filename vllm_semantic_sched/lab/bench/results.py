@@ -101,7 +101,7 @@ class Round:
             for record in self.records
             if record.ok and record.index in alone
         ]
-        if not alone or len(loaded) < len(alone):
+        if not alone or len(loaded) != len(alone):
             return math.nan
         return sum(loaded) / sum(alone.values())
 

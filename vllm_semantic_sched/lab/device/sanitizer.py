@@ -243,10 +243,10 @@ class Sanitizer:
         of no use."""
         entry = self._source(block, begin, what)
         group, wanted = content
-        differs = any(
-            slot is not None and slot != has for slot, has in zip(wanted, entry.slots, strict=True)
+        right = entry.group == group and all(
+            slot in (None, has) for slot, has in zip(wanted, entry.slots, strict=True)
         )
-        if entry.group != group or differs:
+        if not right:
             raise self._error(f"{what} reads the KV of other tokens", None, block)
         entry.saving = Copy(what, begin, end)
 
