@@ -2,7 +2,8 @@
 
 import itertools
 
-from vllm_semantic_sched.policy.config import parse_policy
+from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.config.reference import PolicyRef
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import Need
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource, Seat
@@ -36,10 +37,22 @@ def take_next(queue) -> Job:
     return job
 
 
+def policy_of(tiers=(), **keys) -> Policy:
+    """A policy with these keys, with a level for each tier if there are any."""
+    if tiers:
+        keys |= {"tiers": tuple(tiers), "levels": len(tiers), "default_level": len(tiers) - 1}
+    return Policy(**keys)
+
+
+def policy_ref(tiers=(), **keys) -> PolicyRef:
+    """Holds a policy as of `policy_of`."""
+    return PolicyRef(policy_of(tiers, **keys))
+
+
 def make_rules(**keys) -> QueueRules:
     """The rules of a queue under a policy with these keys."""
-    policy = parse_policy(keys)
-    return QueueRules(policy, Estimator(policy, load_profile("default")))
+    ref = policy_ref(**keys)
+    return QueueRules(ref, Estimator(ref, load_profile("default")))
 
 
 def step(core, observe=lambda job: None, now: float = 0.0) -> list[Job]:

@@ -219,7 +219,7 @@ def test_random_traffic_with_all_features_frees_everything(tmp_path_factory, eve
         elif kind == "later":
             skipped[0] += values[0]
         elif kind == "adopt":
-            core.adopt(policies[values[0]], core.profile)
+            core.switch(policies[values[0]], core.profile)
     for _ in range(3000):
         if not scheduler.get_num_unfinished_requests():
             break

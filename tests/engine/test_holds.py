@@ -11,7 +11,8 @@ from vllm_semantic_sched.lab.bench.standalone import (
     model_output,
     run_step,
 )
-from vllm_semantic_sched.policy.holds.budget import WINDOW, Protection
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.holds.budget import WINDOW
 from vllm_semantic_sched.policy.profile.formula import load_profile
 
 # So much worth that all who may be held are held, until the price is paid.
@@ -46,9 +47,9 @@ def take_time(scheduler) -> list[float]:
     return now
 
 
-def set_price(protection: Protection, price: float) -> None:
-    protection.knobs = protection.knobs.model_copy(update={"price": price})
-    protection.budget.price = price
+def set_price(core: SchedulingCore, price: float) -> None:
+    protect = core.policy.protect.model_copy(update={"price": price})
+    core.policy_ref.switch(core.policy.model_copy(update={"protect": protect}))
 
 
 def test_held_requests_keep_seats_until_urgent_one_is_done(build) -> None:
@@ -151,8 +152,7 @@ def test_kv_shortage_takes_the_blocks_of_a_held_request(build) -> None:
 def test_holds_stay_within_their_price(build) -> None:
     price, seconds = 5e-4, 0.25
     scheduler = build(max_num_seqs=2)
-    protection = scheduler.core.protection
-    set_price(protection, price)
+    set_price(scheduler.core, price)
     now = take_time(scheduler)
     add(scheduler, "other", 3, output_tokens=2000)
     add(scheduler, "urgent", 0, output_tokens=2000)
@@ -197,8 +197,7 @@ def test_stream_ahead_of_its_reader_is_held_first(build, pace, held) -> None:
     take_time(scheduler)
     # Pays for one request to sit out a step of three, not for two.
     lost_in_a_step = load_profile(PROFILE).batch_terms.step / 3
-    protection = scheduler.core.protection
-    set_price(protection, 1.5 * lost_in_a_step / WINDOW)
+    set_price(scheduler.core, 1.5 * lost_in_a_step / WINDOW)
     add(scheduler, "ahead", 1)
     add(scheduler, "other", 2)
     for _ in range(5):

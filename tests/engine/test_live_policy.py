@@ -91,7 +91,7 @@ def test_exception_while_switching_policy_is_reported(scheduler, file, monkeypat
     def fail(*args):
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(scheduler.core, "adopt", fail)
+    monkeypatch.setattr(scheduler.core, "switch", fail)
     file.write_text(HINTS_ONLY + "default_level: 4\n")
     commands.run(scheduler, "load_policy").result(timeout=10)
     add(scheduler, "a", output_tokens=2)

@@ -88,7 +88,7 @@ def test_new_limits_apply_at_once() -> None:
     core.start(running)
     urgent = arrive(core, "urgent", level=1)
     assert core.eviction.worth_preempting(urgent)
-    core.adopt(policy(preemption={"min_level_gap": 4}), PROFILE)
+    core.switch(policy(preemption={"min_level_gap": 4}), PROFILE)
     assert not core.eviction.worth_preempting(urgent)
 
 
@@ -99,7 +99,7 @@ def test_predicted_and_default_levels_change_and_hints_stay() -> None:
     unread = arrive(core, "unread")
     hinted = arrive(core, "hinted", level=3)
     assert order(core) == ["unread", "hinted", "predicted"]
-    core.adopt(policy(default_level=4, decision={"rule": "least_cost"}), PROFILE)
+    core.switch(policy(default_level=4, decision={"rule": "least_cost"}), PROFILE)
     settle(core)
     assert (predicted.level, unread.level, hinted.level) == (0, 4, 3)
     assert order(core) == ["predicted", "hinted", "unread"]
@@ -110,7 +110,7 @@ def test_running_jobs_with_a_new_order_are_reported() -> None:
     job = arrive(core, "a")
     core.waiting.remove(job)
     core.start(job)
-    core.adopt(policy(default_level=4), PROFILE)
+    core.switch(policy(default_level=4), PROFILE)
     assert step(core, lambda job: None, 0.0) == [job]
     assert core.running.order(job)[0] == 4
 
@@ -120,14 +120,14 @@ def test_waiting_jobs_with_another_level_are_reported() -> None:
     core = core_of()
     job = arrive(core, "a")
     arrive(core, "hinted", level=4)
-    core.adopt(policy(default_level=4), PROFILE)
+    core.switch(policy(default_level=4), PROFILE)
     assert step(core, lambda job: None, 0.0) == [job]
 
 
 def test_buffer_keeps_arrival_order_after_a_new_default_level() -> None:
     core = core_of()
     arrive(core, "old", awaited=True)
-    core.adopt(policy(default_level=1), PROFILE)
+    core.switch(policy(default_level=1), PROFILE)
     arrive(core, "new", awaited=True)
     settle(core)
     assert order(core) == ["old", "new"]
@@ -139,7 +139,7 @@ def test_each_step_reranks_a_bounded_number_of_jobs() -> None:
     core = core_of()
     for number in range(2000):
         arrive(core, str(number), level=number % 5)
-    core.adopt(policy(length={"default_tokens": 10}), PROFILE)
+    core.switch(policy(length={"default_tokens": 10}), PROFILE)
     sizes = []
     while core.outdated:
         before = len(core.outdated)
@@ -178,7 +178,7 @@ def test_order_follows_the_policy_in_force_after_any_changes(events) -> None:
         elif kind == "finish" and jobs:
             core.finish(jobs.pop(a % len(jobs)), AnswerEnd.ABORTED)
         elif kind == "adopt":
-            core.adopt(policy(default_level=a, length={"default_tokens": b}), PROFILE)
+            core.switch(policy(default_level=a, length={"default_tokens": b}), PROFILE)
         elif kind == "step":
             step(core, lambda job: None, 0.0)
     settle(core)

@@ -17,7 +17,7 @@ from vllm_semantic_sched.policy.retention import PreemptionKind
 
 
 def run(jobs) -> RunningSet:
-    running = RunningSet(1.0)
+    running = RunningSet(lambda: 1.0)
     for job in jobs:
         running.add(job, Rank(job.level, 10.0, job.sequence), 10.0)
     return running

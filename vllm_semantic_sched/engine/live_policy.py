@@ -45,7 +45,7 @@ class LivePolicy:
         given = core.estimates.scale.given
         self.version = live.PolicyVersion(1, live.fingerprint(core.policy, given))
         self._report: dict[str, Any] = {"result": "started"}
-        self.loaded: tuple[Policy, EngineProfile] | PolicyError | None = None  # for `adopt`
+        self.loaded: tuple[Policy, EngineProfile] | PolicyError | None = None  # for `apply_loaded`
         self._requests: queue.SimpleQueue[Future[None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._serve, name="semsched-policy-loader", daemon=True
@@ -57,12 +57,12 @@ class LivePolicy:
             self._thread.start()
 
     def request_load(self) -> Future[None]:
-        """Have the background thread read the file; the future is done when `adopt` can decide."""
+        """Have the background thread read the file, for `apply_loaded` once the future is done."""
         done: Future[None] = Future()
         self._requests.put(done)
         return done
 
-    def adopt(self) -> dict[str, Any]:
+    def apply_loaded(self) -> dict[str, Any]:
         """Switch to the policy that was read since the last call, if it is valid. Returns the
         outcome of the latest reload: `result` (started, adopted, unchanged, refused), `version`,
         `fingerprint`, `changed` keys if adopted, `reason` if refused."""

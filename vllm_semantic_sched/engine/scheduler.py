@@ -431,7 +431,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             self.applier.take_over(self._observe)
         self.observing = policy.observe
         self.step_clock.idle()  # it does not time steps that are only observed
-        self.core.adopt(policy, self.core.estimates.scale.given if profile is None else profile)
+        self.core.switch(policy, self.core.estimates.scale.given if profile is None else profile)
 
     def _adopt_policy(self) -> None:
         """Between steps, put a policy in force that was reloaded, or whose turn it is."""
@@ -440,7 +440,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                 self.canary.drive()
         if self.live_policy.loaded is not None:
             with self.guard("policy_reload"):
-                self.live_policy.adopt()
+                self.live_policy.apply_loaded()
 
     def _take_in_admitted(self) -> None:
         """vLLM appends what it admits to self.running; move those to their place."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.order import Aging, Tenants
+from vllm_semantic_sched.policy.config.reference import PolicyRef
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.estimates.decision import Hint, read_hints
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
@@ -68,13 +69,13 @@ class SchedulingCore:
         clock: Callable[[], float] = lambda: 0.0,
         on_error: Callable[[str], None] | None = None,
     ) -> None:
-        self.policy = policy
-        self.estimates = Estimator(policy, profile)
+        self.policy_ref = PolicyRef(policy)
+        self.estimates = Estimator(self.policy_ref, profile)
         self.estimates.buckets = buckets
-        self.protection = Protection(policy.protect, lambda: self.estimates.scale.certain)
-        self.seating = Seating(policy, self.estimates)
+        self.protection = Protection(self.policy_ref, lambda: self.estimates.scale.certain)
+        self.seating = Seating(self.policy_ref, self.estimates)
         self.waiting, self.holdings = self.seating.waiting, self.seating.holdings
-        self.running = RunningSet(step_seconds=profile.gamma2)
+        self.running = RunningSet(lambda: self.estimates.scale.given.gamma2)
         self.eviction = Eviction(self.running, self.seating, self.estimates.rank_seconds)
         self.lifecycle = Lifecycle(clock, on_error)
         self.levels = Levels(self.seating, self.lifecycle)
@@ -84,29 +85,31 @@ class SchedulingCore:
         self.moved: dict[Job, None] = {}  # have another place than the engine knows
         self.next_job: Job | None = None  # when the last step was decided
         self.was_first: Job | None = None  # that step kept a seat for it
-        self._rank_only = QueueRules(_by_rank(policy), self.estimates)
         # Waiting jobs whose KV is on the device or on its way there: by rank alone, no limits.
-        self.with_kv = WaitingQueue(self._rank_only)
+        self._rank_only = PolicyRef(_by_rank(policy))
+        self.with_kv = WaitingQueue(QueueRules(self._rank_only, self.estimates))
         self._sequence = itertools.count()
         self.outdated: list[Job] = []  # may still be ranked by the previous policy
 
+    @property
+    def policy(self) -> Policy:
+        """The policy in force; see `switch`."""
+        return self.policy_ref.policy
+
     def check(self, policy: Policy) -> None:
         """Raise PolicyError if the engine is too small for the reservations of a policy."""
-        self.seating.reservation.check(policy.all_tiers)
+        self.seating.reservation.check(policy)
 
-    def adopt(self, policy: Policy, profile: EngineProfile) -> None:
-        """Switch to a new policy that `policy.live.check_live_change` accepts. Every decision uses
-        it at once; queued and running jobs get new keys over the coming steps, a bounded number in
-        each. Levels from hints stay; predicted and default levels are decided again."""
-        self.seating.adopt(policy)  # first: it refuses reservations that are too large
-        self.protection.adopt(policy.protect)
-        self.estimates.adopt(policy, profile)
-        self.running.adopt(profile)
-        self.eviction.adopt()
-        if self.overload is not None:
-            self.overload.adopt(policy)
-        self._rank_only.adopt(_by_rank(policy))
-        self.policy = policy
+    def switch(self, policy: Policy, profile: EngineProfile) -> None:
+        """Put a policy in force that `policy.live.check_live_change` accepts. All decisions use it
+        at once; queued and running jobs get new keys over the coming steps, a bounded number in
+        each. Levels from hints stay; predicted and default levels are decided again. PolicyError,
+        with no effect, if `check` refuses it."""
+        self.check(policy)
+        self.policy_ref.switch(policy)
+        self._rank_only.switch(_by_rank(policy))
+        self.estimates.use_profile(profile)
+        self.seating.policy_changed()
         # Popped from the end, so that running jobs come first.
         self.outdated = [*self.waiting, *self.running]
 
@@ -133,7 +136,7 @@ class SchedulingCore:
         self.seating.set_capacity(capacity, tokens_per_step)
         if keeps_accounts or ends_requests(self.policy):
             self.overload = OverloadControl(
-                self.policy, self.estimates, self.holdings, capacity, seed
+                self.policy_ref, self.estimates, self.holdings, capacity, seed
             )
             self.lifecycle.later_listeners.append(self.overload)
 
@@ -141,7 +144,9 @@ class SchedulingCore:
         """Record why requests wait and what decides; call it before the first request. `clock`:
         seconds, which pass during pauses as well; None: the policy's clock."""
         waits = WaitLedger(
-            clock or self.lifecycle.clock, self.policy.levels, lambda: self.seating.has_limits
+            clock or self.lifecycle.clock,
+            self.policy_ref.policy.levels,
+            lambda: self.seating.has_limits,
         )
         self.lifecycle.journal = journal
         self.lifecycle.waits = waits
@@ -149,7 +154,11 @@ class SchedulingCore:
     def read_hints(self, extra_args: Any, priority: Any) -> Hint:
         """See `estimates.decision.read_hints`."""
         return read_hints(
-            extra_args, priority, self.policy.hints, self.policy.levels, self.policy.default_level
+            extra_args,
+            priority,
+            self.policy_ref.policy.hints,
+            self.policy_ref.policy.levels,
+            self.policy_ref.policy.default_level,
         )
 
     def draft(
@@ -177,13 +186,13 @@ class SchedulingCore:
             arrival=0.0,
             prompt_tokens=prompt_tokens,
             max_output_tokens=max_output_tokens,
-            level=self.policy.default_level if hint.level is None else hint.level,
+            level=self.policy_ref.policy.default_level if hint.level is None else hint.level,
             level_source=hint.source,
             stated=stated,
             awaits_prediction=awaits_prediction,
             tenant=tenant,
         )
-        instant = self.policy.predictor.instant
+        instant = self.policy_ref.policy.predictor.instant
         if provisional is not None and not provisional.unreadable and instant.decides_place:
             job.prediction = provisional
             if hint.level is None:
@@ -239,7 +248,7 @@ class SchedulingCore:
         if job.awaits_prediction and job.level_source is LevelSource.DEFAULT and fresh:
             queue.buffer(job)
         elif seconds is not None:
-            queue.add(job, rank_of(self.policy.base, job.level, seconds, job.sequence))
+            queue.add(job, rank_of(self.policy_ref.policy.base, job.level, seconds, job.sequence))
         else:
             self.requeue(job, queue)
             return
@@ -341,7 +350,7 @@ class SchedulingCore:
             job.urgent_preemptions += 1
             if plan.kind is not PreemptionKind.DROP:
                 self.protection.spend(plan.seconds)
-        limits = self.policy.preemption
+        limits = self.policy_ref.policy.preemption
         if limits.after_limit == "promote" and job.urgent_preemptions >= limits.max_per_request:
             job.limit_boost = 1.0
         job.generated_before = job.generated
@@ -526,11 +535,11 @@ class SchedulingCore:
 
     def rank(self, job: Job) -> Rank:
         seconds = self.estimates.rank_seconds(job)
-        return rank_of(self.policy.base, job.effective_level, seconds, job.sequence)
+        return rank_of(self.policy_ref.policy.base, job.effective_level, seconds, job.sequence)
 
     def _store_running(self, job: Job) -> None:
         seconds = self.estimates.rank_seconds(job)
-        rank = rank_of(self.policy.base, job.effective_level, seconds, job.sequence)
+        rank = rank_of(self.policy_ref.policy.base, job.effective_level, seconds, job.sequence)
         self.running.add(job, rank, seconds)
         self.seating.kv_peak.add(job)
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.eviction import Preemption
 from vllm_semantic_sched.policy.estimates.decision import preempting_level
 from vllm_semantic_sched.policy.facts.capacity import Need
@@ -164,15 +165,11 @@ class Eviction:
         self._seconds_left = seconds_left
         self._freed_at: float | None = None
         self._gap = math.inf  # mean seconds until a seat comes free by itself
-        # It found no victim worth a seat, and none came free since: job, entitled level, whether
-        # the cost counts.
-        self._unpaid: tuple[Job, int | None, bool] | None = None
+        # It found no victim worth a seat, and none came free since: policy, job, entitled level,
+        # whether the cost counts.
+        self._unpaid: tuple[Policy, Job, int | None, bool] | None = None
         # The engine did not start it although it had room: it may need more than that.
         self.passed_over: Job | None = None
-
-    def adopt(self) -> None:
-        """The seating has a new policy."""
-        self._unpaid = None
 
     def seat_freed(self, now: float) -> None:
         """Record that a running job ended."""
@@ -365,7 +362,8 @@ class Eviction:
         """
         takes_seat = job in self._seating.deadlines.may_take_seats
         unweighed = takes_seat or self._seating.reservation.borrowed_from(job.level) is not None
-        if self._unpaid == (asked := (job, self._entitled_level(job), unweighed)):
+        asked = (self._seating.policy, job, self._entitled_level(job), unweighed)
+        if self._unpaid == asked:
             return []
         affordable = math.inf if unweighed else self._affordable_seconds(job, need)
 

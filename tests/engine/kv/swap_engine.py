@@ -103,7 +103,7 @@ class SwapEngine:
 
         core = self.scheduler.core
         retention = core.policy.retention.model_copy(update={"mode": mode, "max_stall": max_stall})
-        core.policy = core.policy.model_copy(update={"retention": retention})
+        core.policy_ref.switch(core.policy.model_copy(update={"retention": retention}))
         slots = host_blocks or self.swap.slots
         if self.ledger.pool.slots != slots:  # else a slot that is not given back stays visible
             assert self.ledger.pool.used == 0

@@ -149,7 +149,7 @@ def test_request_is_read_again_if_the_policy_changed_meanwhile(scheduler) -> Non
     policy = load_policy("ems")
     hints = policy.hints.model_copy(update={"urgency": "cap", "most_urgent_level": 3})
     new = policy.model_copy(update={"hints": hints, "default_level": 4})
-    scheduler.core.adopt(new, scheduler.core.profile)
+    scheduler.core.switch(new, scheduler.core.profile)
     for request in (hinted, unhinted):
         scheduler.add_request(request)
     jobs = scheduler.jobs

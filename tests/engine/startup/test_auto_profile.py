@@ -113,7 +113,7 @@ def test_reload_does_not_measure(build, monkeypatch) -> None:
 def test_reload_of_unchanged_policy_keeps_correction(build) -> None:
     scheduler, _ = build()
     scheduler.live_policy.loaded = scheduler._reload()
-    assert scheduler.live_policy.adopt()["result"] == "unchanged"
+    assert scheduler.live_policy.apply_loaded()["result"] == "unchanged"
 
 
 def test_engine_is_described_as_vllm_has_it() -> None:

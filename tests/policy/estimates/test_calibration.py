@@ -31,9 +31,9 @@ histories = st.lists(finished, max_size=60)
 
 
 def after(history, adapt=True) -> LengthCalibration:
-    calibration = LengthCalibration(TRAINED, adapt)
+    calibration = LengthCalibration(TRAINED)
     for probabilities, tokens, ending in history:
-        calibration.learn(probabilities, tokens, NO_LIMIT, ending)
+        calibration.learn(probabilities, tokens, NO_LIMIT, ending, adapt)
     return calibration
 
 
@@ -121,10 +121,10 @@ def test_limits_do_not_lower_longer_expectations() -> None:
 
 
 def test_ratio_is_measured_without_calibration() -> None:
-    calibration = LengthCalibration(TRAINED, adapt=False)
+    calibration = LengthCalibration(TRAINED)
     assert calibration.ratio is None
     for probabilities, tokens in true_lengths(1, 3.0, 300):
-        calibration.learn(probabilities, tokens, NO_LIMIT, AnswerEnd.STOPPED)
+        calibration.learn(probabilities, tokens, NO_LIMIT, AnswerEnd.STOPPED, adapt=False)
     assert calibration.buckets == TRAINED
     assert calibration.ratio == pytest.approx(3.0, rel=0.25)
 

@@ -1,7 +1,7 @@
 """Estimates of jobs: stated lengths, and what estimates learn."""
 
 import pytest
-from jobs import make_job
+from jobs import make_job, policy_ref
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
@@ -16,7 +16,7 @@ LONG = Prediction((1.0,), (0.0, 1.0))
 
 
 def estimator() -> Estimator:
-    made = Estimator(parse_policy({}), load_profile("default"))
+    made = Estimator(policy_ref(), load_profile("default"))
     made.buckets = BUCKETS
     return made
 

@@ -425,7 +425,7 @@ def test_correction_can_be_switched_off() -> None:
 def test_scale_survives_a_new_policy_but_not_a_new_profile() -> None:
     subject = core()
     observe(subject, 8.0)
-    subject.adopt(parse_policy({"base": "sjf"}), load_profile("a100-qwen1.5-7b"))
+    subject.switch(parse_policy({"base": "sjf"}), load_profile("a100-qwen1.5-7b"))
     assert subject.estimates.scale.decode > 7
-    subject.adopt(subject.policy, load_profile("a5000-qwen1.5-7b"))
+    subject.switch(subject.policy, load_profile("a5000-qwen1.5-7b"))
     assert subject.estimates.scale.decode == 1.0

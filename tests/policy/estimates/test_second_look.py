@@ -103,7 +103,7 @@ def test_raised_level_survives_reload_and_respects_tenant_cap() -> None:
     core = make_core()
     job = read(core, "a", Prediction(SURE))
     core.predicted(job, EMERGENCY)
-    core.adopt(parse_policy({"decision": {"rule": "most_likely"}}), core.profile)
+    core.switch(parse_policy({"decision": {"rule": "most_likely"}}), core.profile)
     core.revise(lambda job: None, 0.0)
     assert job.level == 0
 

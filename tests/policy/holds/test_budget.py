@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jobs import make_job
+from jobs import make_job, policy_of, policy_ref
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.order import Protect
@@ -51,26 +51,31 @@ def choose(
 def test_everybody_is_held_where_nobody_loses_much() -> None:
     """One of 16 requests gains 15 ms, and all lose 10 ms less what its token costs in a full step:
     11 - 26 / 16 = 9.4 ms."""
-    protection = Protection(Protect(level=0))
+    protection = Protection(policy_ref(protect=Protect(level=0)))
     assert len(choose(protection, urgent=1, levels=[4] * 15)) == 15
     assert protection.budget.recent == pytest.approx(0.011 - 0.026 / 16)
     assert (protection.steps, protection.tokens_forgone) == (1, 15)
 
 
 def test_nobody_is_held_under_a_queue_that_loses_more() -> None:
-    protection = Protection(Protect(level=0))
+    protection = Protection(policy_ref(protect=Protect(level=0)))
     assert choose(protection, urgent=1, levels=[4] * 15, waiting=20)
     assert not choose(protection, urgent=1, levels=[4] * 15, waiting=60)
     assert choose(protection, urgent=4, levels=[4] * 15, waiting=60)
 
 
 def test_more_urgent_others_run_beside() -> None:
-    held = choose(Protection(Protect(level=0)), urgent=1, levels=[1] * 7 + [4] * 8, waiting=30)
+    held = choose(
+        Protection(policy_ref(protect=Protect(level=0))),
+        urgent=1,
+        levels=[1] * 7 + [4] * 8,
+        waiting=30,
+    )
     assert [job.level for job in held] == [4] * 8
 
 
 def test_required_worth_grows_as_budget_shrinks() -> None:
-    protection = Protection(Protect(level=0))
+    protection = Protection(policy_ref(protect=Protect(level=0)))
     assert choose(protection, urgent=1, levels=[4] * 15, waiting=20)
     protection.budget.spend(0.9 * protection.budget.total)
     assert not choose(protection, urgent=1, levels=[4] * 15, waiting=20)
@@ -78,7 +83,7 @@ def test_required_worth_grows_as_budget_shrinks() -> None:
 
 
 def test_a_step_that_costs_more_than_is_left_is_not_held() -> None:
-    protection = Protection(Protect(level=0))
+    protection = Protection(policy_ref(protect=Protect(level=0)))
     protection.budget.spend(protection.budget.total - 0.001)
     assert not choose(protection, urgent=50, levels=[4] * 50)
 
@@ -87,7 +92,7 @@ def test_a_step_that_costs_more_than_is_left_is_not_held() -> None:
 def test_long_context_makes_holds_gain_more_and_cost_the_same(context) -> None:
     """A later step has to read it: what is lost is the fixed time alone."""
     terms = PROFILE.batch_terms.model_copy(update={"per_context_token": 1e-6})
-    protection = Protection(Protect(level=0))
+    protection = Protection(policy_ref(protect=Protect(level=0)))
     profile = PROFILE.model_copy(update={"batch": terms})
     assert len(choose(protection, 1, [4] * 15, profile=profile, context=context)) == 15
     assert protection.budget.recent == pytest.approx(0.011 - 0.026 / 16)
@@ -95,28 +100,29 @@ def test_long_context_makes_holds_gain_more_and_cost_the_same(context) -> None:
 
 def test_nobody_is_held_while_the_profile_is_uncertain() -> None:
     certain = False
-    protection = Protection(Protect(level=0), lambda: certain)
+    protection = Protection(policy_ref(protect=Protect(level=0)), lambda: certain)
     assert not protection.begin_step(0.0, busy=True)
     certain = True
     assert protection.begin_step(0.01, busy=True)
 
 
 def test_preemptions_for_urgent_jobs_use_up_the_budget() -> None:
-    protection = Protection(Protect(level=0))
+    ref = policy_ref(protect=Protect(level=0))
+    protection = Protection(ref)
     assert protection.begin_step(0.0, busy=True)
     protection.budget.spend(0.1 * protection.budget.total)
     protection.spend(protection.budget.total)
     assert not protection.begin_step(0.01, busy=True)
     assert not choose(protection, urgent=1, levels=[4] * 15)
     # What holds cost is told apart.
-    assert protection.budget.share == pytest.approx(0.1 * protection.budget.price)
+    assert protection.budget.share == pytest.approx(0.1 * ref.policy.protect.price)
     protection.begin_step(1.1 * WINDOW, busy=True)
     assert protection.budget.left == pytest.approx(protection.budget.total)
     assert protection.budget.share == 0.0
 
 
 def test_preemptions_cost_nothing_where_nobody_is_protected() -> None:
-    protection = Protection(Protect())
+    protection = Protection(policy_ref(protect=Protect()))
     protection.spend(10.0)
     assert protection.budget.recent == 0.0
 
@@ -151,7 +157,7 @@ def test_core_pauses_holds_until_steps_agree_with_the_profile() -> None:
 
 
 def test_only_own_level_protects_and_aged_are_not_held() -> None:
-    protection = Protection(Protect(level=1))
+    protection = Protection(policy_ref(protect=Protect(level=1)))
     aged = make_job(3, request_id="aged")
     aged.aged = 2.0
     assert not protection.protects(aged)
@@ -161,11 +167,11 @@ def test_only_own_level_protects_and_aged_are_not_held() -> None:
 
 @pytest.mark.parametrize("knobs", [Protect(), Protect(level=0, price=0.0)])
 def test_off_without_a_level_or_a_price(knobs) -> None:
-    assert not Protection(knobs).enabled
+    assert not Protection(policy_ref(protect=knobs)).enabled
 
 
 def test_a_step_without_tokens_is_followed_by_one_without_holds() -> None:
-    protection = Protection(Protect(level=0))
+    protection = Protection(policy_ref(protect=Protect(level=0)))
     assert protection.begin_step(0.0, busy=False)
     protection.held[make_job(3, request_id="held")] = None
     protection.achieved_nothing()
@@ -174,7 +180,7 @@ def test_a_step_without_tokens_is_followed_by_one_without_holds() -> None:
 
 
 def test_idle_time_earns_nothing() -> None:
-    protection = Protection(Protect(level=0))
+    protection = Protection(policy_ref(protect=Protect(level=0)))
     protection.begin_step(0.0, busy=False)
     protection.budget.spend(protection.budget.total)
     assert not protection.begin_step(10 * WINDOW, busy=False)
@@ -182,9 +188,10 @@ def test_idle_time_earns_nothing() -> None:
 
 
 def test_another_price_counts_what_was_spent_before() -> None:
-    protection = Protection(Protect(level=0, price=0.1))
+    ref = policy_ref(protect=Protect(level=0, price=0.1))
+    protection = Protection(ref)
     protection.budget.spend(0.04 * WINDOW)
-    protection.adopt(parse_policy({"protect": {"level": 0, "price": 0.05}}).protect)
+    ref.switch(policy_of(protect=Protect(level=0, price=0.05)))
     assert protection.budget.left == pytest.approx(0.01 * WINDOW)
 
 
@@ -195,7 +202,7 @@ def test_another_price_counts_what_was_spent_before() -> None:
 )
 def test_the_loss_in_any_window_stays_within_the_price(steps, price) -> None:
     """Steps of some seconds, each of which wants to lose some."""
-    budget = Budget(price)
+    budget = Budget(policy_ref(protect=Protect(level=0, price=price)))
     times, losses = [], []
     for seconds, wanted in steps:
         loss = wanted if wanted <= budget.left else 0.0

@@ -4,7 +4,7 @@ import math
 
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import make_job, step
+from jobs import make_job, policy_ref, step
 from tiers import seconds_to_overdue, wait_bound
 
 from vllm_semantic_sched.policy.config import parse_policy
@@ -27,7 +27,7 @@ knobs = st.builds(
 
 @given(knobs, st.integers(0, 4), st.lists(st.floats(0.001, 5.0), max_size=60))
 def test_waiting_promotes_a_job_by_steps_until_it_is_overdue(knobs, level, pauses) -> None:
-    promotions, job, now = Promotions(knobs), make_job(level), 0.0
+    promotions, job, now = Promotions(policy_ref(aging=knobs)), make_job(level), 0.0
     promotions.wait(job)
     for pause in pauses:
         now += pause
@@ -42,7 +42,7 @@ def test_waiting_promotes_a_job_by_steps_until_it_is_overdue(knobs, level, pause
 
 
 def test_promotions_fire_once_and_exclude_time_in_a_seat() -> None:
-    promotions = Promotions(Aging(enabled=True, interval=10.0, step=0.5))
+    promotions = Promotions(policy_ref(aging=Aging(enabled=True, interval=10.0, step=0.5)))
     job = make_job(1)
     promotions.wait(job)
     assert promotions.due(9.9) == [] and promotions.due(10.0) == [job]
@@ -59,7 +59,7 @@ def test_promotions_fire_once_and_exclude_time_in_a_seat() -> None:
 
 @given(st.floats(0.01, 1.0), st.lists(st.booleans(), max_size=300))
 def test_overtakings_are_a_share_of_the_admissions(share, wishes) -> None:
-    overtaking = Overtaking(Aging(enabled=True, share=share))
+    overtaking = Overtaking(policy_ref(aging=Aging(enabled=True, share=share)))
     for admissions, wish in enumerate(wishes, start=1):
         overtaking.admitted(wish and overtaking.allowed)
         assert overtaking.count <= 1 + share * admissions + 1e-6
@@ -67,8 +67,7 @@ def test_overtakings_are_a_share_of_the_admissions(share, wishes) -> None:
 
 @given(st.floats(0.01, 1.0))
 def test_one_of_n_consecutive_admissions_may_overtake(share) -> None:
-    knobs = Aging(enabled=True, share=share)
-    overtaking = Overtaking(knobs)
+    overtaking = Overtaking(policy_ref(aging=Aging(enabled=True, share=share)))
     overtaking.admitted(True)
     ordinary = 0
     while not overtaking.allowed:
@@ -78,7 +77,7 @@ def test_one_of_n_consecutive_admissions_may_overtake(share) -> None:
 
 
 def test_undoing_an_admission_restores_the_credit() -> None:
-    overtaking = Overtaking(Aging(enabled=True, share=0.25))
+    overtaking = Overtaking(policy_ref(aging=Aging(enabled=True, share=0.25)))
     change = overtaking.admitted(True)
     assert not overtaking.allowed
     overtaking.withdrawn(True, change)

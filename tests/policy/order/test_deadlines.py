@@ -1,6 +1,6 @@
 """Rank gained shortly before a promised time to first token runs out."""
 
-from jobs import make_job, step, victims_for
+from jobs import make_job, policy_of, policy_ref, step, victims_for
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.order import Deadlines
@@ -14,7 +14,7 @@ from vllm_semantic_sched.policy.profile.formula import load_profile
 
 
 def test_job_is_raised_before_its_deadline_and_lowered_after_it() -> None:
-    watch = DeadlineWatch(Deadlines(enabled=True, before=0.25))
+    watch = DeadlineWatch(policy_ref(deadlines=Deadlines(enabled=True, before=0.25)))
     job = make_job(2, arrival=100.0)
     watch.wait(job, Slo(ttft=4.0))
     assert watch.due(102.9) == [] and job.effective_level == 2
@@ -27,14 +27,14 @@ def test_job_is_raised_before_its_deadline_and_lowered_after_it() -> None:
 
 
 def test_no_job_is_raised_after_its_deadline() -> None:
-    watch = DeadlineWatch(Deadlines(enabled=True))
+    watch = DeadlineWatch(policy_ref(deadlines=Deadlines(enabled=True)))
     job = make_job(2)
     watch.wait(job, Slo(ttft=4.0))
     assert watch.due(4.0) == [] and not job.deadline_boost
 
 
 def test_jobs_with_a_first_token_or_no_promise_are_not_watched() -> None:
-    watch = DeadlineWatch(Deadlines(enabled=True))
+    watch = DeadlineWatch(policy_ref(deadlines=Deadlines(enabled=True)))
     resumed, unpromised = make_job(2, generated=3, deadline_boost=0.5), make_job(2)
     watch.wait(resumed, Slo(ttft=1.0))
     watch.wait(unpromised, Slo())
@@ -42,9 +42,10 @@ def test_jobs_with_a_first_token_or_no_promise_are_not_watched() -> None:
 
 
 def test_switching_off_stops_raising_waiting_jobs() -> None:
-    watch, job = DeadlineWatch(Deadlines(enabled=True)), make_job(2)
+    ref, job = policy_ref(deadlines=Deadlines(enabled=True)), make_job(2)
+    watch = DeadlineWatch(ref)
     watch.wait(job, Slo(ttft=4.0))
-    watch.knobs = Deadlines()
+    ref.switch(policy_of())
     watch.wait(job, Slo(ttft=4.0))  # as after a reload
     assert watch.due(3.0) == [] and not job.deadline_boost
 

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jobs import policy_ref
 
 from vllm_semantic_sched.policy.config.order import FairShareKnobs
 from vllm_semantic_sched.policy.config.tiers import Tier, target_shares
@@ -28,7 +29,7 @@ charges = st.lists(
 
 @given(charges, st.sets(st.integers(0, 2)))
 def test_offsets_are_bounded_and_steer_toward_the_targets(charges, active) -> None:
-    share = FairShare(KNOBS, tiers(0.2, 0.3, 0.5))
+    share = FairShare(policy_ref(tiers(0.2, 0.3, 0.5), fair_share=KNOBS))
     now, total = 0.0, 0.0
     for level, seconds, pause in charges:
         share.charge(level, seconds)
@@ -51,7 +52,7 @@ def test_offsets_are_bounded_and_steer_toward_the_targets(charges, active) -> No
 
 
 def test_use_decays_and_unused_shares_are_divided() -> None:
-    share = FairShare(KNOBS, tiers(0.5, 0.25, 0.25))
+    share = FairShare(policy_ref(tiers(0.5, 0.25, 0.25), fair_share=KNOBS))
     share.charge(0, 8.0)
     share.charge(1, 1.0)
     share.charge(2, 1.0)
@@ -66,7 +67,7 @@ def test_use_decays_and_unused_shares_are_divided() -> None:
 
 
 def test_disabled_fair_share_changes_nothing() -> None:
-    share = FairShare(FairShareKnobs(), tiers(0.5, 0.5))
+    share = FairShare(policy_ref(tiers(0.5, 0.5)))
     share.charge(0, 8.0)
     share.update(0.0, [0, 1])
     assert share.offsets == [0.0, 0.0]

@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import make_job, seated
+from jobs import make_job, policy_ref, seated
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.order import KvPeakKnobs
@@ -23,7 +23,7 @@ def stated_end(job, share: float) -> float:
 
 
 def make_peak(knobs=ON, blocks: int | None = 100) -> KvPeak:
-    peak = KvPeak(knobs, stated_end)
+    peak = KvPeak(policy_ref(kv_peak=knobs), stated_end)
     peak.set_capacity(EngineCapacity(16, blocks, BLOCK))
     return peak
 
@@ -114,7 +114,7 @@ def test_a_job_waits_until_its_growth_fits() -> None:
 
 
 def test_outlived_estimates_are_revised() -> None:
-    peak = KvPeak(ON, lambda job, share: job.tokens + 10)
+    peak = KvPeak(policy_ref(kv_peak=ON), lambda job, share: job.tokens + 10)
     peak.set_capacity(EngineCapacity(16, 100, BLOCK))
     job = make_job(prompt_tokens=50)
     peak.add(seated(job))

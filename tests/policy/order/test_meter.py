@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import make_job, seated
+from jobs import make_job, policy_ref, seated
 
-from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.facts.capacity import Holdings
 from vllm_semantic_sched.policy.order.meter import AHEAD, Meter
 from vllm_semantic_sched.policy.order.queues import QueueRules
@@ -77,7 +76,7 @@ def test_interrupted_prefill_is_charged_in_part() -> None:
 def test_charges_follow_the_correction_and_refunds_the_charge() -> None:
     charged: list[float] = []
     estimates = SimpleNamespace(profile=PROFILE, tokens=None)
-    rules = QueueRules(parse_policy({}), estimates)
+    rules = QueueRules(policy_ref(), estimates)
     meter = Meter(lambda: estimates.profile, lambda job, cost: charged.append(cost), Holdings(5))
     job = make_job(prompt_tokens=1000)
     before = rules.admission_seconds(job)

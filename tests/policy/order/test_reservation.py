@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import make_job
+from jobs import make_job, policy_of, policy_ref
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.section import PolicyError
@@ -21,8 +21,8 @@ def reservation(
 ) -> tuple[Reservation, Holdings]:
     holdings = Holdings(len(reserves))
     holdings.capacity = capacity
-    kept = Reservation([Tier(name=str(n), reserve=r) for n, r in enumerate(reserves)], holdings)
-    return kept, holdings
+    tiers = [Tier(name=str(level), reserve=reserve) for level, reserve in enumerate(reserves)]
+    return Reservation(policy_ref(tiers), holdings), holdings
 
 
 NONE = Reserve()
@@ -125,7 +125,7 @@ def test_reservation_that_leaves_nothing_for_others_raises(reserve) -> None:
         reservation(reserve, NONE)
     kept, _holdings = reservation(Reserve(seats=1), NONE)
     with pytest.raises(PolicyError):
-        kept.adopt([Tier(name="a", reserve=reserve), Tier(name="b")])
+        kept.check(policy_of([Tier(name="a", reserve=reserve), Tier(name="b")]))
     assert kept.soft[0].seats == 9
 
 
@@ -137,8 +137,18 @@ def test_all_jobs_are_admitted_without_reservations() -> None:
 def test_new_reservations_count_once_capacity_is_known() -> None:
     core = SchedulingCore(parse_policy({"levels": 2, "default_level": 1}), load_profile("default"))
     tiers = [{"name": "a", "reserve": {"seats": 3}}, {"name": "b"}]
-    core.adopt(
+    core.switch(
         parse_policy({"levels": 2, "default_level": 1, "tiers": tiers}), load_profile("default")
     )
     core.set_capacity(CAPACITY)
     assert core.seating.reservation.soft[0].seats == 7
+
+
+def test_policy_whose_reservations_are_too_large_changes_nothing() -> None:
+    core = SchedulingCore(policy_of([Tier(name="a"), Tier(name="b")]), load_profile("default"))
+    core.set_capacity(CAPACITY)
+    before = core.policy
+    with pytest.raises(PolicyError):
+        tiers = [Tier(name="a", reserve=Reserve(seats=10)), Tier(name="b")]
+        core.switch(policy_of(tiers), load_profile("default"))
+    assert core.policy is before and not core.outdated

@@ -19,7 +19,7 @@ STEP = 0.5
 )
 def test_eviction_order_is_level_then_current_remaining_time(starts) -> None:
     """Jobs start at different times; the remaining time at the end counts."""
-    running = RunningSet(STEP)
+    running = RunningSet(lambda: STEP)
     left = {}
     for level, steps, advance in starts:
         job = make_job(level)
@@ -42,7 +42,7 @@ def test_eviction_order_is_level_then_current_remaining_time(starts) -> None:
 
 
 def test_ranks_without_remaining_time_are_ordered_by_arrival() -> None:
-    running = RunningSet(STEP)
+    running = RunningSet(lambda: STEP)
     first, second = make_job(1), make_job(1)
     running.add(second, Rank(1, 0.0, second.sequence), 5.0)
     running.tick()
@@ -51,7 +51,7 @@ def test_ranks_without_remaining_time_are_ordered_by_arrival() -> None:
 
 
 def test_a_job_leaves_once() -> None:
-    running = RunningSet(STEP)
+    running = RunningSet(lambda: STEP)
     job = make_job()
     running.add(job, Rank(2, 1.0, 0), 1.0)
     assert job in running and len(running) == 1

@@ -5,10 +5,10 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import make_job, make_rules, step
+from jobs import make_job, make_rules, policy_ref, step
 
 from vllm_semantic_sched.policy.config import parse_policy
-from vllm_semantic_sched.policy.config.order import TopLevelCap
+from vllm_semantic_sched.policy.config.order import Tenants, TopLevelCap
 from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
@@ -125,7 +125,7 @@ def test_level_queue_serves_the_least_served_tenant_by_rank(steps) -> None:
 
 
 def test_share_of_top_level_requests_is_capped_per_window() -> None:
-    guard = TopLevelGuard(TopLevelCap(share=0.5))
+    guard = TopLevelGuard(policy_ref(tenants=Tenants(top=TopLevelCap(share=0.5))))
     levels = [guard.level("a", 0, 4, now=0.0) for _ in range(12)]
     assert levels == [0] * 5 + [1] * 6 + [0]  # the sixth of twelve is half of them
     assert guard.count == 6
@@ -136,7 +136,7 @@ def test_share_of_top_level_requests_is_capped_per_window() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 5)), max_size=200))
 def test_no_tenant_exceeds_its_cap_on_top_levels(requests) -> None:
-    guard = TopLevelGuard(TopLevelCap(share=0.2))
+    guard = TopLevelGuard(policy_ref(tenants=Tenants(top=TopLevelCap(share=0.2))))
     now, top = 0.0, 0
     for count, (level, pause) in enumerate(requests, start=1):
         now = min(now + pause, 52.0)  # one window
@@ -161,7 +161,7 @@ def test_capped_request_stays_down_and_counts_once() -> None:
     unread = arrive("c", None)
     core.predicted(unread, Prediction((1.0, 0.0, 0.0, 0.0, 0.0)))
     assert unread.level == 1 and core.seating.top_levels.count == 2
-    core.adopt(core.policy, core.profile)
+    core.switch(core.policy, core.profile)
     while core.outdated:
         step(core, lambda job: None, 0.0)
     assert unread.level == 1

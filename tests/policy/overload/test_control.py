@@ -337,7 +337,7 @@ def test_reloaded_policy_applies_to_the_next_request() -> None:
     world = busy({})
     world.arrive(1), world.arrive(1), world.arrive(1)
     policy = parse_policy({"levels": 3, "default_level": 1} | QUEUE_OF_2)
-    world.core.adopt(policy, PROFILE)
+    world.core.switch(policy, PROFILE)
     assert world.arrive(1) in world.refused
 
 

@@ -2,6 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+from jobs import policy_of, policy_ref
 
 from vllm_semantic_sched.policy.config.overload import Shedding
 from vllm_semantic_sched.policy.config.tiers import Tier
@@ -26,7 +27,7 @@ def observe(shedder: Shedder, now: float, broken: bool, calm: bool = False) -> l
 
 
 def test_tiers_are_shed_one_by_one_in_shed_order() -> None:
-    shedder = Shedder(RULES, TIERS)
+    shedder = Shedder(policy_ref(TIERS, shedding=RULES))
     assert observe(shedder, 0.0, broken=True) == ["background"]
     assert observe(shedder, 0.9, broken=True) == ["background"]
     assert observe(shedder, 1.0, broken=True) == ["standard", "background"]
@@ -34,7 +35,7 @@ def test_tiers_are_shed_one_by_one_in_shed_order() -> None:
 
 
 def test_shed_tiers_return_in_reverse_order_after_recover() -> None:
-    shedder = Shedder(RULES, TIERS)
+    shedder = Shedder(policy_ref(TIERS, shedding=RULES))
     observe(shedder, 0.0, broken=True)
     observe(shedder, 1.0, broken=True)
     assert observe(shedder, 2.0, broken=False) == ["standard", "background"]
@@ -45,7 +46,7 @@ def test_shed_tiers_return_in_reverse_order_after_recover() -> None:
 
 
 def test_early_recovery_doubles_the_next_wait() -> None:
-    shedder = Shedder(RULES, TIERS)
+    shedder = Shedder(policy_ref(TIERS, shedding=RULES))
     observe(shedder, 0.0, broken=True)
     observe(shedder, 0.1, broken=False)
     assert observe(shedder, 2.1, broken=False) == []
@@ -56,7 +57,7 @@ def test_early_recovery_doubles_the_next_wait() -> None:
 
 
 def test_calm_engine_serves_all_tiers_again() -> None:
-    shedder = Shedder(RULES, TIERS)
+    shedder = Shedder(policy_ref(TIERS, shedding=RULES))
     for now in range(5):
         observe(shedder, float(now), broken=True)
     observe(shedder, 5.0, broken=False, calm=True)
@@ -64,7 +65,7 @@ def test_calm_engine_serves_all_tiers_again() -> None:
 
 
 def test_only_tiers_that_stay_benefit() -> None:
-    shedder = Shedder(RULES, TIERS)
+    shedder = Shedder(policy_ref(TIERS, shedding=RULES))
     assert [tier.name for tier in TIERS if shedder.benefits(tier)] == [
         "system",
         "premium",
@@ -73,16 +74,17 @@ def test_only_tiers_that_stay_benefit() -> None:
 
 
 def test_switching_off_ends_shedding() -> None:
-    shedder = Shedder(RULES, TIERS)
+    ref = policy_ref(TIERS, shedding=RULES)
+    shedder = Shedder(ref)
     observe(shedder, 0.0, broken=True)
-    shedder.adopt(Shedding(), TIERS)
+    ref.switch(policy_of(TIERS))
     shedder.observe(True, False, 1.0)
     assert shed(shedder) == []
 
 
 @given(st.lists(st.tuples(st.floats(0.05, 1.5), st.booleans(), st.booleans()), max_size=100))
 def test_shedding_changes_by_one_step_with_pauses_and_recovers(steps) -> None:
-    shedder, now, last_rise = Shedder(RULES, TIERS), 0.0, float("-inf")
+    shedder, now, last_rise = Shedder(policy_ref(TIERS, shedding=RULES)), 0.0, float("-inf")
     for pause, broken, calm in steps:
         now += pause
         before = shedder.stage

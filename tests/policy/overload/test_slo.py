@@ -6,6 +6,7 @@ import tracemalloc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jobs import policy_ref
 
 from vllm_semantic_sched.policy.config.tiers import Slo, Tier
 from vllm_semantic_sched.policy.overload.slo import RollingValues, SloMonitor
@@ -76,7 +77,7 @@ TIERS = (
 
 
 def test_compliance_is_the_lowest_over_the_promises() -> None:
-    monitor = SloMonitor(TIERS, window=60)
+    monitor = SloMonitor(policy_ref(TIERS), window=60)
     assert monitor.compliance(0) is None and monitor.keeps_promise(0) is None
     for ttft in (0.5,) * 9 + (2.0,):
         monitor.record(0, ttft=ttft, now=1.0)
@@ -91,7 +92,7 @@ def test_compliance_is_the_lowest_over_the_promises() -> None:
 
 
 def test_headroom_is_the_smallest_over_the_promises() -> None:
-    monitor = SloMonitor(TIERS, window=60)
+    monitor = SloMonitor(policy_ref(TIERS), window=60)
     monitor.record(0, ttft=0.5, e2e=2.0, now=1.0)
     assert monitor.headroom(0) == pytest.approx(0.5, abs=0.03)
     monitor.record(0, ttft=3.0, now=1.0)
@@ -99,7 +100,7 @@ def test_headroom_is_the_smallest_over_the_promises() -> None:
 
 
 def test_tier_without_promises_has_no_compliance_and_no_headroom() -> None:
-    monitor = SloMonitor(TIERS, window=60)
+    monitor = SloMonitor(policy_ref(TIERS), window=60)
     monitor.record(1, ttft=100.0, tpot=1.0, e2e=1000.0, now=1.0)
     assert monitor.compliance(1) is None and monitor.headroom(1) is None
     assert monitor.values[1]["ttft"].percentile(99) == pytest.approx(100.0, rel=0.051)

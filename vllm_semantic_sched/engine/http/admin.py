@@ -281,7 +281,7 @@ def _other_scheduler(app: FastAPI) -> str | None:
 
 
 async def reload_engines(engine_client: Any) -> list[Any]:
-    """Reload the policy file on all engines; the outcome on each (see `LivePolicy.adopt`)."""
+    """Reload the policy file on all engines; the outcomes, see `LivePolicy.apply_loaded`."""
     await ask_engines(engine_client, "load_policy")
     return await ask_engines(engine_client, "adopt_policy")
 

@@ -30,7 +30,7 @@ def run(scheduler: Any, command: str) -> Any:
         live.start()
         return live.request_load()
     if name == "adopt_policy":
-        return live.adopt()
+        return live.apply_loaded()
     if name in ("canary_start", "canary_stop", "canary_status"):
         return _canary(scheduler, name, argument)
     raise ValueError(f"unknown command {command!r}")
@@ -60,7 +60,7 @@ def status(scheduler: Any) -> dict[str, Any]:
         "heap_entries": stored_entries(),
         "ready": core is None or scheduler.predictions.ready,
         "kv_free": 1.0 - scheduler.kv_cache_manager.usage,
-        "policy": started if core is None else scheduler.live_policy.adopt(),
+        "policy": started if core is None else scheduler.live_policy.apply_loaded(),
     }
 
 

@@ -42,9 +42,8 @@ class LengthCalibration:
     limit only raise expectations: under one limit for all, to the length under that limit.
     """
 
-    def __init__(self, buckets: LengthBuckets, adapt: bool = True) -> None:
+    def __init__(self, buckets: LengthBuckets) -> None:
         self.buckets = buckets  # calibrated; replaced as a whole
-        self.adapt = adapt  # else only the ratio is measured
         # Of each edge: from 0, at the mean below, to 1, at the mean above.
         self._edge_places = []
         means = itertools.pairwise(buckets.means)
@@ -62,10 +61,15 @@ class LengthCalibration:
         return self._observed / self._expected if self._expected else None
 
     def learn(
-        self, probabilities: Sequence[float], tokens: int, limit: int, end: AnswerEnd
+        self,
+        probabilities: Sequence[float],
+        tokens: int,
+        limit: int,
+        end: AnswerEnd,
+        adapt: bool = True,
     ) -> None:
         """Learn from a finished request: its predicted probabilities (one per bucket, else
-        ValueError), and its output tokens and their limit."""
+        ValueError), and its output tokens and their limit. Without `adapt` only the ratio."""
         if end is AnswerEnd.ABORTED or tokens < 1:
             return
         means = self.buckets.means
@@ -76,7 +80,7 @@ class LengthCalibration:
             return
         self._observed = _REMEMBERED * self._observed + tokens
         self._expected = _REMEMBERED * self._expected + min(expected, limit)
-        if self.adapt and not (end is AnswerEnd.CUT and expected >= tokens):
+        if adapt and not (end is AnswerEnd.CUT and expected >= tokens):
             self._correct(probabilities, tokens, tokens - expected)
 
     def _correct(self, probabilities: Sequence[float], tokens: int, error: float) -> None:

@@ -1,6 +1,6 @@
 """Estimates of output length and seconds of work, corrected by measurements."""
 
-from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.config.reference import PolicyRef
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd, LengthCalibration
 from vllm_semantic_sched.policy.estimates.length import (
     expected_output_tokens,
@@ -16,18 +16,15 @@ from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
 class Estimator:
     """Estimates from the policy, the engine profile and the predictor's length buckets."""
 
-    def __init__(self, policy: Policy, profile: EngineProfile) -> None:
-        self._policy = policy
+    def __init__(self, ref: PolicyRef, profile: EngineProfile) -> None:
+        self._ref = ref
         self.scale = ProfileScale(profile)
         self._calibration: LengthCalibration | None = None
 
-    def adopt(self, policy: Policy, profile: EngineProfile) -> None:
-        """Switch to a new policy and profile."""
-        self._policy = policy
-        if profile != self.scale.given:  # else the measured correction stays valid
+    def use_profile(self, profile: EngineProfile) -> None:
+        """Estimate by another given profile. The correction measured for an equal one stays."""
+        if profile != self.scale.given:
             self.scale = ProfileScale(profile)
-        if self._calibration is not None:
-            self._calibration.adapt = policy.length.calibrate
 
     @property
     def profile(self) -> EngineProfile:
@@ -45,7 +42,7 @@ class Estimator:
         if trained is None:
             self._calibration = None
         else:
-            self._calibration = LengthCalibration(trained, adapt=self._policy.length.calibrate)
+            self._calibration = LengthCalibration(trained)
 
     @property
     def length_ratio(self) -> float | None:
@@ -55,7 +52,7 @@ class Estimator:
     def output_tokens(self, job: Job, share: float | None = None) -> float:
         """Total output tokens, above those generated so far: expected, or what a `share` of such
         answers does not exceed."""
-        length = self._policy.length
+        length = self._ref.policy.length
         generated = job.generated
         # At least one more token will come.
         limit = max(job.max_output_tokens, generated + 1)
@@ -90,7 +87,7 @@ class Estimator:
             predicted,
             buckets,
             generated=0,
-            estimate=self._policy.length.estimate,
+            estimate=self._ref.policy.length.estimate,
             limit=job.max_output_tokens,
         )
 
@@ -105,12 +102,12 @@ class Estimator:
 
     def observe_step(self, batch: Batch, seconds: float) -> None:
         """Learn from the measured duration of an engine step."""
-        if self._policy.correct_profile:
+        if self._ref.policy.correct_profile:
             self.scale.observe_step(batch, seconds)
 
     def observe_copies(self, expected: float, seconds: float) -> None:
         """Learn from copies of KV that took `seconds`, with `expected` seconds by `profile`."""
-        if self._policy.correct_profile:
+        if self._ref.policy.correct_profile:
             self.scale.observe_copies(expected, seconds)
 
     def learn(self, job: Job, end: AnswerEnd) -> None:
@@ -120,4 +117,10 @@ class Estimator:
         if self._calibration is None or predicted is None:
             return
         if job.generated > job.stated.shortest and job.stated.longest is None:
-            self._calibration.learn(predicted, job.generated, job.max_output_tokens, end)
+            self._calibration.learn(
+                predicted,
+                job.generated,
+                job.max_output_tokens,
+                end,
+                adapt=self._ref.policy.length.calibrate,
+            )

@@ -17,7 +17,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from vllm_semantic_sched.policy.config.order import Protect
+from vllm_semantic_sched.policy.config.reference import PolicyRef
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
 
@@ -30,8 +30,8 @@ _SLOT = 0.25  # engine seconds whose losses are kept as one number
 class Budget:
     """Engine seconds that urgency has cost, and that holds may still cost. O(1) per step."""
 
-    def __init__(self, price: float) -> None:
-        self.price = price  # most of any `WINDOW` that may be lost, as a share
+    def __init__(self, ref: PolicyRef) -> None:
+        self._ref = ref
         self.worked = 0.0  # engine seconds in all
         self.recent = 0.0  # seconds lost in the last `WINDOW`
         self.held = 0.0  # those of them that holds cost
@@ -39,7 +39,8 @@ class Budget:
 
     @property
     def total(self) -> float:
-        return self.price * WINDOW
+        """Seconds of any `WINDOW` that may be lost."""
+        return self._ref.policy.protect.price * WINDOW
 
     @property
     def share(self) -> float:
@@ -80,30 +81,27 @@ class Protection:
         certain: whether the profile tells what holds cost.
     """
 
-    def __init__(self, knobs: Protect, certain: Callable[[], bool] = lambda: True) -> None:
-        self.knobs = knobs
+    def __init__(self, ref: PolicyRef, certain: Callable[[], bool] = lambda: True) -> None:
+        self._ref = ref
         self._certain = certain
         self.unsafe = False  # whether this engine cannot hold requests
         self.held: dict[Job, None] = {}  # in the present step
-        self.budget = Budget(knobs.price)
+        self.budget = Budget(ref)
         self.steps = 0  # with holds so far
         self.tokens_forgone = 0  # that held requests would have got
         self._futile = False
         self._last: float | None = None
 
-    def adopt(self, knobs: Protect) -> None:
-        """Switch to a new policy; what has been spent stays spent."""
-        self.knobs = knobs
-        self.budget.price = knobs.price
-
     @property
     def enabled(self) -> bool:
-        return self.knobs.level is not None and self.knobs.price > 0 and not self.unsafe
+        rules = self._ref.policy.protect
+        return rules.level is not None and rules.price > 0 and not self.unsafe
 
     def protects(self, job: Job) -> bool:
         """Whether others are held for a job: by its own level, not by one gained by waiting nor by
         a provisional one."""
-        if self.knobs.level is None or job.level > self.knobs.level:
+        level = self._ref.policy.protect.level
+        if level is None or job.level > level:
             return False
         return job.level_source is not LevelSource.INSTANT or not job.awaits_prediction
 
@@ -111,7 +109,8 @@ class Protection:
     def protects_at(self) -> float:
         """The least urgent level whose requests may be protected; -inf: none. What is less urgent,
         by its effective level, gives way to them: not what waiting has made as urgent."""
-        return -math.inf if self.knobs.level is None else self.knobs.level
+        level = self._ref.policy.protect.level
+        return -math.inf if level is None else level
 
     def begin_step(self, now: float, busy: bool) -> bool:
         """Account for the step that is over; whether jobs may be held in the coming one."""

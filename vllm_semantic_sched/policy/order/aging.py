@@ -16,7 +16,8 @@ requests wait, at most that for which a request holds a seat. Beside hard reserv
 tiers, add (q + 1) S, with S the longest time that a request holds a seat.
 """
 
-from vllm_semantic_sched.policy.config.order import ROUNDING, Aging, Deadlines
+from vllm_semantic_sched.policy.config.order import ROUNDING
+from vllm_semantic_sched.policy.config.reference import PolicyRef
 from vllm_semantic_sched.policy.config.tiers import Slo
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job
@@ -29,18 +30,19 @@ class Promotions(AddressableHeap[Job]):
     """Timers by which waiting jobs are promoted in steps (aging). One that leaves the queue is
     discarded, and keeps what it has gained."""
 
-    def __init__(self, knobs: Aging) -> None:
+    def __init__(self, ref: PolicyRef) -> None:
         super().__init__()
-        self.knobs = knobs
+        self._ref = ref
         self.count = 0  # promotions so far
 
     def wait(self, job: Job) -> None:
         """Start the timer of a job that waits; time in a seat counts only while it was held."""
-        done = job.promotions and job.promotions >= self.knobs.most_promotions(job.level)
-        if done or not self.knobs.enabled:
+        aging = self._ref.policy.aging
+        done = job.promotions and job.promotions >= aging.most_promotions(job.level)
+        if done or not aging.enabled:
             self.discard(job)
             return
-        self.push(job, job.entered - job.waited + (job.promotions + 1) * self.knobs.interval)
+        self.push(job, job.entered - job.waited + (job.promotions + 1) * aging.interval)
 
     def due(self, now: float) -> list[Job]:
         """Promote the jobs whose timers have expired, and return them."""
@@ -53,35 +55,36 @@ class Promotions(AddressableHeap[Job]):
 
     def earn(self, job: Job, waited: float, least: int = 0) -> bool:
         """Give a job the promotions that `waited` seconds are worth; whether it got any."""
-        if not self.knobs.enabled:
+        aging = self._ref.policy.aging
+        if not aging.enabled:
             return False
-        most = self.knobs.most_promotions(job.level)
-        earned = min(max(least, int(waited / self.knobs.interval)), most)
+        most = aging.most_promotions(job.level)
+        earned = min(max(least, int(waited / aging.interval)), most)
         if earned <= job.promotions:
             return False
         self.count += earned - job.promotions
         job.promotions = earned
-        job.aged = self.knobs.step * earned
+        job.aged = aging.step * earned
         return True
 
 
 class Overtaking:
     """Decides when an aged job may overtake a more urgent one."""
 
-    def __init__(self, knobs: Aging) -> None:
-        self.knobs = knobs
+    def __init__(self, ref: PolicyRef) -> None:
+        self._ref = ref
         self.count = 0  # overtakings so far
         self._credit = 1.0
 
     @property
     def allowed(self) -> bool:
-        return self.knobs.enabled and self._credit >= 1.0 - ROUNDING
+        return self._ref.policy.aging.enabled and self._credit >= 1.0 - ROUNDING
 
     def admitted(self, overtook: bool) -> float:
         """Record an admission; returns the change of the credit, for `withdrawn`."""
         before = self._credit
         self.count += overtook
-        self._credit = min(1.0, before - overtook + self.knobs.share)
+        self._credit = min(1.0, before - overtook + self._ref.policy.aging.share)
         return self._credit - before
 
     def withdrawn(self, overtook: bool, change: float) -> None:
@@ -93,9 +96,9 @@ class Overtaking:
 class DeadlineWatch(AddressableHeap[Job]):
     """Timers by which waiting jobs are raised shortly before their promised time to first token."""
 
-    def __init__(self, knobs: Deadlines) -> None:
+    def __init__(self, ref: PolicyRef) -> None:
         super().__init__()
-        self.knobs = knobs
+        self._ref = ref
         self.count = 0  # jobs raised so far
         # Raised waiting jobs that may preempt a job that has its first token.
         self.may_take_seats: set[Job] = set()
@@ -103,13 +106,14 @@ class DeadlineWatch(AddressableHeap[Job]):
 
     def wait(self, job: Job, slo: Slo) -> None:
         """Start the timer of a job that begins to wait or has changed to a tier with this SLO."""
-        if not self.knobs.enabled or slo.ttft is None or job.generated:
+        rules = self._ref.policy.deadlines
+        if not rules.enabled or slo.ttft is None or job.generated:
             job.deadline_boost = 0.0
             if job in self._takes_seats:
                 self.stop(job)
             return
         job.deadline = job.arrival + slo.ttft
-        raise_at = job.deadline - self.knobs.before * slo.ttft
+        raise_at = job.deadline - rules.before * slo.ttft
         self.push(job, job.deadline if job.deadline_boost else raise_at)
         self._takes_seats[job] = slo.takes_seats
         self._update_may_take_seats(job)

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable
 
-from vllm_semantic_sched.policy.config.order import KvPeakKnobs
+from vllm_semantic_sched.policy.config.reference import PolicyRef
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job
@@ -32,8 +32,8 @@ class KvPeak:
     admission on. A candidate does not wait because of a peak after its own end.
     """
 
-    def __init__(self, knobs: KvPeakKnobs, tokens_within: Callable[[Job, float], float]) -> None:
-        self.knobs = knobs
+    def __init__(self, ref: PolicyRef, tokens_within: Callable[[Job, float], float]) -> None:
+        self._ref = ref
         self.capacity = math.inf  # KV tokens of the engine; inf: unlimited or not known yet
         self.block_size = 1
         self._tokens_within = tokens_within  # see `Estimator.tokens`
@@ -51,9 +51,13 @@ class KvPeak:
     def __len__(self) -> int:
         return len(self._ends)
 
+    @property
+    def enabled(self) -> bool:
+        return self._ref.policy.kv_peak.enabled
+
     def admits(self, job: Job) -> bool:
         """Whether a waiting job may start by its predicted use; always, if no other job runs."""
-        if not self.knobs.enabled or not len(self._ends) or self.capacity == math.inf:
+        if not self.enabled or not len(self._ends) or self.capacity == math.inf:
             return True
         exempt = job.level <= _EXEMPT_LEVEL or job.overdue
         return exempt or self.peak_with(job) <= self.capacity
@@ -68,7 +72,7 @@ class KvPeak:
 
     def add(self, job: Job) -> None:
         """Count a job that gets a seat, or whose estimate changed."""
-        if self.knobs.enabled:
+        if self.enabled:
             start, end = self._measure(job)
             assert job.seat is not None
             job.seat.start = start

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from operator import itemgetter
 
 from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.config.reference import PolicyRef
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import Holdings
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
@@ -20,36 +21,33 @@ from vllm_semantic_sched.policy.order.tenants import ANONYMOUS, TenantCaps, Virt
 class QueueRules:
     """What counts in a queue besides the ranks of its jobs: offsets of the levels, and limits."""
 
-    def __init__(self, policy: Policy, estimates: Estimator) -> None:
+    def __init__(self, ref: PolicyRef, estimates: Estimator) -> None:
+        policy = ref.policy
+        self.ref = ref
+        # A reload cannot change these two (`policy.live`).
         self.by_level = policy.uses_urgency  # whether the rank uses the level
         self.by_tenant = policy.tenants.fair  # the least served tenant goes first within a level
-        self.policy = policy
         self.holdings = Holdings(policy.levels)
-        self.overtaking = Overtaking(policy.aging)
-        self.fair_share = FairShare(policy.fair_share, policy.all_tiers)
-        self.reservation = Reservation(policy.all_tiers, self.holdings)
-        self.tenant_caps = TenantCaps(policy.tenants, self.holdings)
-        self.kv_peak = KvPeak(policy.kv_peak, estimates.tokens)
+        self.overtaking = Overtaking(ref)
+        self.fair_share = FairShare(ref)
+        self.reservation = Reservation(ref, self.holdings)
+        self.tenant_caps = TenantCaps(ref, self.holdings)
+        self.kv_peak = KvPeak(ref, estimates.tokens)
         self._estimates = estimates
 
-    def adopt(self, policy: Policy) -> None:
-        """Switch to a new policy. PolicyError if its reservations leave nothing for the other
-        tiers; then nothing has changed."""
-        self.reservation.adopt(policy.all_tiers)
-        self.policy = policy
-        self.overtaking.knobs = policy.aging
-        self.fair_share.adopt(policy.fair_share, policy.all_tiers)
-        self.tenant_caps.knobs = policy.tenants
-        self.kv_peak.knobs = policy.kv_peak
+    @property
+    def policy(self) -> Policy:
+        """The policy in force."""
+        return self.ref.policy
 
     def default_rank(self, job: Job) -> Rank:
         """Rank of a job without a prediction; it depends only on the sequence number and rises
         with it, so that the oldest buffered job is the best one."""
         # Not job.level: after a change of policy all buffered jobs must have the same level.
-        level = self.policy.default_level
+        level = self.ref.policy.default_level
         # Among weighted levels they go first: one of them may be urgent.
-        remaining = 0.0 if self.policy.weighted_levels.weighs(level) else float("inf")
-        return rank_of(self.policy.base, level, remaining, job.sequence)
+        remaining = 0.0 if self.ref.policy.weighted_levels.weighs(level) else float("inf")
+        return rank_of(self.ref.policy.base, level, remaining, job.sequence)
 
     def admits(self, job: Job) -> bool:
         """Whether a job may have a seat now; a level whose first job may not is skipped."""

@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.config.reference import Derived, PolicyRef
 from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.config.tiers import Tier
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings, Need
@@ -22,6 +24,15 @@ class Limit(NamedTuple):
     blocks: float
 
 
+class Limits(NamedTuple):
+    """What all tiers less urgent than each may hold."""
+
+    hard: Sequence[Limit]  # by hard reservations
+    soft: Sequence[Limit]  # by all
+    enabled: bool  # whether any limit is finite
+    has_hard: bool
+
+
 _UNLIMITED = Limit(math.inf, math.inf)
 
 
@@ -29,33 +40,54 @@ class Reservation:
     """Limits on the seats and blocks of tiers. Operations are at most O(tiers squared), and O(1)
     without reservations."""
 
-    def __init__(self, tiers: Sequence[Tier], holdings: Holdings) -> None:
+    def __init__(self, ref: PolicyRef, holdings: Holdings) -> None:
+        self._ref = ref
         self._holdings = holdings
-        self.adopt(tiers)
+        self._limits = Derived(ref, self.check)
 
-    def adopt(self, tiers: Sequence[Tier]) -> None:
-        """Switch to other tiers, or to the engine's capacity, without which nothing is reserved.
-        PolicyError, with no effect, if they leave nothing for the less urgent ones."""
-        self._hard, self.soft = self.check(tiers)
-        self._tiers = tiers
-        self.enabled = any(limit is not _UNLIMITED for limit in self.soft)
-        self.has_hard = any(limit is not _UNLIMITED for limit in self._hard)
+    def capacity_known(self) -> None:
+        """Derive the limits from the engine's capacity, without which nothing is reserved.
+        PolicyError if they leave nothing for the less urgent tiers."""
+        self._limits.refresh()
 
-    def check(self, tiers: Sequence[Tier]) -> tuple[list[Limit], list[Limit]]:
-        """The limits below each tier by hard reservations and by all; errors as in `adopt`."""
-        capacity = self._holdings.capacity
+    def check(self, policy: Policy) -> Limits:
+        """The limits under a policy; errors as in `capacity_known`."""
+        tiers, capacity = policy.all_tiers, self._holdings.capacity
         if capacity is None:
-            return [_UNLIMITED] * len(tiers), [_UNLIMITED] * len(tiers)
-        return _limits(tiers, capacity, hard_only=True), _limits(tiers, capacity, hard_only=False)
+            hard = soft = [_UNLIMITED] * len(tiers)
+        else:
+            hard = _limits(tiers, capacity, hard_only=True)
+            soft = _limits(tiers, capacity, hard_only=False)
+        return Limits(
+            hard,
+            soft,
+            enabled=any(limit is not _UNLIMITED for limit in soft),
+            has_hard=any(limit is not _UNLIMITED for limit in hard),
+        )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any tier reserves anything."""
+        return self._limits.table.enabled
+
+    @property
+    def has_hard(self) -> bool:
+        return self._limits.table.has_hard
+
+    @property
+    def soft(self) -> Sequence[Limit]:
+        """What all tiers less urgent than each may hold without borrowing."""
+        return self._limits.table.soft
 
     def admits(self, level: int, tokens: int) -> bool:
         """Whether a request may take a seat and KV for this many tokens. One that alone exceeds its
         limit of blocks may run when no other one does."""
-        if not self.has_hard:
+        limits = self._limits.table
+        if not limits.has_hard:
             return True
         blocks = self._blocks_for(tokens)
         for above in range(level):
-            limit, held = self._hard[above], self._holdings.below[above]
+            limit, held = limits.hard[above], self._holdings.below[above]
             if held.seats + 1 > limit.seats:
                 return False
             if held.seats and held.blocks + blocks > limit.blocks:
@@ -66,7 +98,7 @@ class Reservation:
         """The most urgent level whose hard reservation others hold a part of, or None."""
         if not self.has_hard:
             return None
-        for level, limit in enumerate(self._hard):
+        for level, limit in enumerate(self._limits.table.hard):
             held = self._holdings.below[level]
             if held.seats > limit.seats or (held.seats > 1 and held.blocks > limit.blocks):
                 return level
@@ -99,9 +131,9 @@ class Reservation:
         """Seats and blocks that less urgent tiers must free before `admits` is True."""
         seats, blocks = 0.0, 0.0
         if self.has_hard:
-            wanted = self._blocks_for(tokens)
+            hard, wanted = self._limits.table.hard, self._blocks_for(tokens)
             for above in range(level):
-                limit, held = self._hard[above], self._holdings.below[above]
+                limit, held = hard[above], self._holdings.below[above]
                 seats = max(seats, held.seats + 1 - limit.seats)
                 blocks = max(blocks, held.blocks + wanted - limit.blocks)
         return Need(math.ceil(seats), math.ceil(blocks))
@@ -113,8 +145,9 @@ class Reservation:
     def _excess(self, level: int) -> Iterator[tuple[int, float, float]]:
         """Tiers whose reservation `level` may claim, with the seats and blocks by which less
         urgent tiers exceed their limit."""
+        tiers = self._ref.policy.all_tiers
         for above, limit in enumerate(self.soft[level:], start=level):
-            reserve, held = self._tiers[above].reserve, self._holdings.below[above]
+            reserve, held = tiers[above].reserve, self._holdings.below[above]
             if reserve.seats or reserve.kv:
                 yield above, held.seats - limit.seats, held.blocks - limit.blocks
 

@@ -1,11 +1,10 @@
 """Running jobs: the eviction max-heap (paper, Alg. 3) and the timer of the supervisor."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job, Rank
-from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 
 class RunningSet(AddressableHeap[Job]):
@@ -15,17 +14,16 @@ class RunningSet(AddressableHeap[Job]):
     change. It is stored as a finish tag: virtual time at the start plus remaining seconds, where
     virtual time advances by one decode step (`step_seconds`) per engine step. A held job does not
     advance: when it is released, its tag moves by what it missed.
+
+    Args:
+        step_seconds: by the given profile. Stored keys stay when it changes.
     """
 
-    def __init__(self, step_seconds: float) -> None:
+    def __init__(self, step_seconds: Callable[[], float]) -> None:
         super().__init__()
         self._step_seconds = step_seconds
         self._now = 0.0
         self._due: AddressableHeap[Job] = AddressableHeap()
-
-    def adopt(self, profile: EngineProfile) -> None:
-        """Switch to a new profile; stored keys stay as they are."""
-        self._step_seconds = profile.gamma2
 
     def add(self, job: Job, rank: Rank, remaining: float) -> None:
         """Store or update a job; `remaining`: seconds of work left, whatever its rank uses."""
@@ -77,17 +75,17 @@ class RunningSet(AddressableHeap[Job]):
     def steps_to_outlived(self) -> int:
         """Lower bound on the steps until `outlived` returns a job, if none comes or goes."""
         first = self._due.first()
-        steps = (first[0] - self._now) / self._step_seconds if first else sys.maxsize
+        steps = (first[0] - self._now) / self._step_seconds() if first else sys.maxsize
         return max(0, int(steps) - 1)
 
     @property
     def may_outlive(self) -> bool:
         """Whether `outlived` may return a job after the next `tick`."""
-        return self._due.may_reach(self._now + self._step_seconds)
+        return self._due.may_reach(self._now + self._step_seconds())
 
     def tick(self, steps: int = 1) -> None:
         """Advance by engine steps: one, or at most `steps_to_outlived`."""
-        self._now += steps * self._step_seconds
+        self._now += steps * self._step_seconds()
 
     def outlived(self) -> list[Job]:
         """Jobs that have outlived their estimate; the caller stores them with a new one (S3)."""

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.estimates.decision import level_worth
+from vllm_semantic_sched.policy.config.reference import Derived, PolicyRef
+from vllm_semantic_sched.policy.estimates.decision import LevelWorth, level_worth
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Need
 from vllm_semantic_sched.policy.facts.job import Charge, Job, PassCause
@@ -22,46 +22,48 @@ class Seating(QueueRules):
     """Follows jobs through the queue and their seats, and rules the order of the queue. A job that
     is taken out of the queue either starts within the same step or, not ready, returns."""
 
-    def __init__(self, policy: Policy, estimates: Estimator) -> None:
-        super().__init__(policy, estimates)
-        self.promotions = Promotions(policy.aging)
-        self.deadlines = DeadlineWatch(policy.deadlines)
-        self.top_levels = TopLevelGuard(policy.tenants.top)
-        self.precedence = Precedence(policy.levels)
+    def __init__(self, ref: PolicyRef, estimates: Estimator) -> None:
+        super().__init__(ref, estimates)
+        self.promotions = Promotions(ref)
+        self.deadlines = DeadlineWatch(ref)
+        self.top_levels = TopLevelGuard(ref)
+        self.precedence = Precedence(ref.policy.levels)
         self.meter = Meter(lambda: estimates.profile, self._charge, self.holdings)
         self.waiting = WaitingQueue(self)
-        self.worth = level_worth(policy)  # of a second of a request, by level
+        self._worth = Derived(ref, level_worth)
 
     def set_capacity(self, capacity: EngineCapacity, tokens_per_step: int) -> None:
         """See `SchedulingCore.set_capacity`."""
         self.holdings.capacity = capacity
-        self.reservation.adopt(self.policy.all_tiers)
+        self.reservation.capacity_known()
         self.kv_peak.set_capacity(capacity)
         self.meter.tokens_per_step = tokens_per_step
 
-    def adopt(self, policy: Policy) -> None:
-        super().adopt(policy)
-        self.promotions.knobs = policy.aging
-        self.deadlines.knobs = policy.deadlines
-        self.top_levels.knobs = policy.tenants.top
-        self.worth = level_worth(policy)
+    def policy_changed(self) -> None:
+        """Forget what the previous policy decided."""
+        self.fair_share.reset()
         self.waiting.changed()
+
+    @property
+    def worth(self) -> LevelWorth:
+        """Worth of a second of a request, by level."""
+        return self._worth.table
 
     @property
     def reorders_levels(self) -> bool:
         """Whether a less urgent job can get ahead of a more urgent one."""
-        policy = self.policy
+        policy = self.ref.policy
         return policy.aging.enabled or policy.deadlines.enabled or policy.fair_share.enabled
 
     # From queue to seat
 
     def wait_first(self, job: Job) -> None:
         """Record that a job enters the queue for the first time."""
-        if self.policy.aging.enabled:
+        if self.ref.policy.aging.enabled:
             self.promotions.wait(job)
-        if self.policy.deadlines.enabled:
-            self.deadlines.wait(job, self.policy.all_tiers[job.level].slo)
-        if self.policy.kv_peak.enabled:
+        if self.ref.policy.deadlines.enabled:
+            self.deadlines.wait(job, self.ref.policy.all_tiers[job.level].slo)
+        if self.ref.policy.kv_peak.enabled:
             self.waiting.changed()  # whether the next job fits depends on the time, too
 
     def wait(self, job: Job) -> None:
@@ -117,7 +119,7 @@ class Seating(QueueRules):
         if metered:
             self.meter.step(observe)
         moved = [*self.promotions.due(now), *self.deadlines.due(now)]
-        if self.fair_share.knobs.enabled:
+        if self.fair_share.enabled:
             self.fair_share.update(now, self.waiting.levels)
         if metered:
             self.waiting.changed()
@@ -140,18 +142,18 @@ class Seating(QueueRules):
     @property
     def timeless(self) -> bool:
         """Whether only jobs that come, go, are predicted or outlive estimates change the order."""
-        policy = self.policy
+        policy = self.ref.policy
         return not (self.metered or policy.aging.enabled or policy.deadlines.enabled)
 
     @property
     def metered(self) -> bool:
         """Whether order and right to preempt depend on what running jobs use as well."""
-        policy = self.policy
+        policy = self.ref.policy
         return policy.tenants.fair or policy.fair_share.enabled or self.reservation.enabled
 
     def _start_timers(self, job: Job) -> None:
         self.promotions.wait(job)
-        self.deadlines.wait(job, self.policy.all_tiers[job.level].slo)
+        self.deadlines.wait(job, self.ref.policy.all_tiers[job.level].slo)
 
     def _admit(self, job: Job, overtook: bool, passes: Mapping[int, PassCause] = _NONE) -> None:
         seconds = self.admission_seconds(job)

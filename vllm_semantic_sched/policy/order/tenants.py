@@ -10,7 +10,7 @@ P is the engine time of the longest prefill, m the seats, D the engine time of t
 from collections import OrderedDict, deque
 from typing import Any
 
-from vllm_semantic_sched.policy.config.order import Tenants, TopLevelCap
+from vllm_semantic_sched.policy.config.reference import PolicyRef
 from vllm_semantic_sched.policy.facts.capacity import Holdings
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job
@@ -103,15 +103,15 @@ class _Window:
 class TopLevelGuard:
     """Limits the share of a tenant's requests at the top levels."""
 
-    def __init__(self, knobs: TopLevelCap) -> None:
-        self.knobs = knobs
+    def __init__(self, ref: PolicyRef) -> None:
+        self._ref = ref
         self.count = 0  # requests moved down so far
         self._windows: OrderedDict[str, _Window] = OrderedDict()
 
     @property
     def limits(self) -> bool:
         """Whether a tenant can reach the limit; else `level` changes nothing."""
-        return self.knobs.share < 1.0
+        return self._ref.policy.tenants.top.share < 1.0
 
     def level(
         self, tenant: str, level: int, lowest: int, now: float, before: int | None = None
@@ -131,7 +131,7 @@ class TopLevelGuard:
                 window.lower_one()
             return level
         top, count = sum(window.top) + 1, sum(window.all) + (before is None)
-        fits = top <= max(_ALLOWANCE, self.knobs.share * count)
+        fits = top <= max(_ALLOWANCE, self._ref.policy.tenants.top.share * count)
         window.add(new=before is None, top=at_top and fits)
         if at_top and not fits:
             self.count += 1
@@ -143,14 +143,15 @@ class TenantCaps:
     """Limits the seats and KV blocks of each tenant, so that others find some free at once. One
     request of any size is always allowed, and all are until the engine's capacity is known."""
 
-    def __init__(self, knobs: Tenants, holdings: Holdings) -> None:
-        self.knobs = knobs
+    def __init__(self, ref: PolicyRef, holdings: Holdings) -> None:
+        self._ref = ref
         self._holdings = holdings
 
     @property
     def limits(self) -> bool:
         """Whether there is any limit; else `admits` is always True."""
-        return self.knobs.seats < 1.0 or self.knobs.kv < 1.0
+        caps = self._ref.policy.tenants
+        return caps.seats < 1.0 or caps.kv < 1.0
 
     def admits(self, job: Job) -> bool:
         """Whether a waiting job's tenant may have a seat and KV for it now. O(1)."""
@@ -159,7 +160,7 @@ class TenantCaps:
         held, capacity = self._holdings.tenants.get(job.tenant), self._holdings.capacity
         if held is None or capacity is None:
             return True
-        share, limit = self.knobs.seats, self._block_limit
+        share, limit = self._ref.policy.tenants.seats, self._block_limit
         if share < 1.0 and held.seats >= int(share * capacity.seats):
             return False
         return limit is None or held.blocks + capacity.blocks_for(job.tokens + AHEAD) <= limit
@@ -174,7 +175,7 @@ class TenantCaps:
 
     @property
     def _block_limit(self) -> float | None:
-        capacity = self._holdings.capacity
-        if self.knobs.kv >= 1.0 or capacity is None or capacity.blocks is None:
+        share, capacity = self._ref.policy.tenants.kv, self._holdings.capacity
+        if share >= 1.0 or capacity is None or capacity.blocks is None:
             return None
-        return self.knobs.kv * capacity.blocks
+        return share * capacity.blocks

@@ -139,7 +139,7 @@ class WaitingQueue:
             job, overtakes = self._choose_anew()
             # While the next job does not fit, none starts, or small ones would pass it for ever.
             peak = self._rules.kv_peak
-            fits = job is not None and (not peak.knobs.enabled or peak.admits(job))
+            fits = job is not None and (not peak.enabled or peak.admits(job))
             self._next = (job, overtakes) if fits else (None, False)
         return self._next
 
@@ -197,7 +197,7 @@ class WaitingQueue:
             rank = _new_tuple(Rank, (level, *rank[1:]))  # half the time of Rank()
         # Less urgent levels form one: the remaining time of a job there counts `factor` times as
         # much per level (Smith's rule: shortest first, by time / weight).
-        factor, first = self._rules.policy.weighted_levels.factor, STRICT_LEVEL + 1
+        factor, first = self._rules.ref.policy.weighted_levels.factor, STRICT_LEVEL + 1
         if factor is None or rank.level <= STRICT_LEVEL:
             return rank
         return Rank(first, rank.remaining * factor ** (rank.level - first), rank.sequence)

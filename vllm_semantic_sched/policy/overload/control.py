@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.config.reference import Derived, PolicyRef
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings
 from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource
@@ -31,7 +32,7 @@ class OverloadControl(Listener):
 
     def __init__(
         self,
-        policy: Policy,
+        ref: PolicyRef,
         estimates: Estimator,
         holdings: Holdings,
         capacity: EngineCapacity,
@@ -40,17 +41,11 @@ class OverloadControl(Listener):
         self._estimates = estimates
         self._random = Random(seed)
         self.dedup = DedupIndex()
-        self.load = LoadMonitor(policy, estimates, holdings, capacity)
+        self.load = LoadMonitor(ref, estimates, holdings, capacity)
         self.account = self.load.account
-        self.adopt(policy)
-
-    def adopt(self, policy: Policy) -> None:
-        """Switch to a new policy."""
-        self._policy = policy
-        self._admits_all = admits_all(policy)
-        every = policy.admission.queue.timeout
-        self._timeouts = [tier.queue.timeout or every for tier in policy.all_tiers]
-        self.load.adopt(policy)
+        self._ref = ref
+        self._admits_all = Derived(ref, admits_all)
+        self._timeouts = Derived(ref, _timeouts)
 
     # Lifecycle events, see `Listener`; time held counts neither as waiting nor as load
 
@@ -80,13 +75,13 @@ class OverloadControl(Listener):
         """Admit or refuse a new job; it waits unless it is among the jobs returned. `free_seats` is
         asked only if the policy can refuse; `dedup_key`, `origin`: see `dedup`."""
         entry = self._entry(job, now, job.drafted_tokens)
-        if dedup_key is None and self._admits_all:
-            self.account.enter(job, entry, self._timeouts[entry.level])
+        if dedup_key is None and self._admits_all.table:
+            self.account.enter(job, entry, self._timeouts.table[entry.level])
             return []
         self.load.look(now)
         if dedup_key is None:
             return self._let_in(job, entry, free_seats(), [])
-        older = self.dedup.older(job, dedup_key, origin, self._policy.dedup)
+        older = self.dedup.older(job, dedup_key, origin, self._ref.policy.dedup)
         ended = self._let_in(job, entry, free_seats(), older)
         if all(other is not job for other, _ in ended):
             self.dedup.add(job, dedup_key, origin)
@@ -103,9 +98,9 @@ class OverloadControl(Listener):
         entry = self._entry(job, old.since)
         if entry.level != old.level:
             self.load.look(now)
-            if not self._admits_all or self.load.shedder.stage:
+            if not self._admits_all.table or self.load.shedder.stage:
                 return self._let_in(job, entry, free_seats(), [])
-        self.account.enter(job, entry, self._timeouts[entry.level])
+        self.account.enter(job, entry, self._timeouts.table[entry.level])
         return []
 
     def step(self, now: float, kv_use: float) -> list[Ended]:
@@ -127,26 +122,26 @@ class OverloadControl(Listener):
     def _let_in(self, job: Job, entry: Entry, free_seats: int, older: Sequence[Job]) -> list[Ended]:
         """Admit or refuse a job in place of `older` jobs, which stay if it is refused."""
         places = [(other, self.account.leave(other)) for other in older]
-        verdict = judge(entry, self.load, self._policy.admission, free_seats, self._random)
+        verdict = judge(entry, self.load, self._ref.policy.admission, free_seats, self._random)
         if verdict.code is not None:
             for other, place in places:
                 if place is not None:
-                    self.account.enter(other, place, self._timeouts[place.level])
+                    self.account.enter(other, place, self._timeouts.table[place.level])
             return [self._end(job, entry.level, verdict.code, verdict.reason)]
         ended = [
             self._end(other, other.level, Code.SUPERSEDED, _SUPERSEDED, job) for other in older
         ]
         if (replaced := verdict.replaced) is not None:
             ended.append(self._end(replaced, replaced.level, Code.OVER_CAPACITY, _REPLACED, job))
-        self.account.enter(job, entry, self._timeouts[entry.level])
+        self.account.enter(job, entry, self._timeouts.table[entry.level])
         return ended
 
     def _shed(self) -> list[Ended]:
         """Waiting jobs of shed tiers that end in this step, if the policy says so."""
         ended: list[Ended] = []
-        if not self.load.shedder.stage or self._policy.shedding.waiting == "keep":
+        if not self.load.shedder.stage or self._ref.policy.shedding.waiting == "keep":
             return ended
-        for level in filter(self.load.is_shed, range(self._policy.levels)):
+        for level in filter(self.load.is_shed, range(self._ref.policy.levels)):
             reason = SHED.format(tier=self.load.tiers[level].name)
             while len(ended) < _SHED_AT_A_TIME and (job := self.account.oldest(level)) is not None:
                 ended.append(self._end(job, level, Code.SHED, reason))
@@ -156,7 +151,7 @@ class OverloadControl(Listener):
         level = job.level
         if job.level_source is LevelSource.INSTANT and job.awaits_prediction:
             # A misread emergency must not be refused before the predictor has read it.
-            level = min(level, self._policy.default_level)
+            level = min(level, self._ref.policy.default_level)
         if tokens is None:
             tokens = self._estimates.tokens(job)
         return _new_tuple(Entry, (level, tokens, job.tenant, since))  # half the time of Entry()
@@ -166,3 +161,9 @@ class OverloadControl(Listener):
     ) -> Ended:
         self.account.leave(job)
         return job, Refusal(code, reason, self.retry_after(level), beneficiary)
+
+
+def _timeouts(policy: Policy) -> Sequence[float | None]:
+    """Seconds after which a waiting request of each level is refused; None: never."""
+    every = policy.admission.queue.timeout
+    return [tier.queue.timeout or every for tier in policy.all_tiers]

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.config.overload import Pressure, Shedding, Threshold
+from vllm_semantic_sched.policy.config.overload import Pressure, Threshold
+from vllm_semantic_sched.policy.config.reference import Derived, PolicyRef
 from vllm_semantic_sched.policy.config.tiers import Tier
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings
@@ -80,37 +81,34 @@ def _present(use: Use, rules: Pressure, scale: float) -> PressureLevel:
 class Shedder:
     """Decides which tiers are shed, one step up or down at a time."""
 
-    def __init__(self, rules: Shedding, tiers: Sequence[Tier]) -> None:
-        self.adopt(rules, tiers)
+    def __init__(self, ref: PolicyRef) -> None:
+        self._ref = ref
+        self._orders = Derived(ref, _shed_orders)
         self.stage = 0  # number of shed orders in force; 0: nothing is shed
         self._changed = float("-inf")
         self._kept_since: float | None = None
         self._calm_since: float | None = None
         self._patience = 1
 
-    def adopt(self, rules: Shedding, tiers: Sequence[Tier]) -> None:
-        """Switch to a new policy."""
-        self._rules = rules
-        self._orders = sorted({tier.shed_order for tier in tiers if tier.shed_order is not None})
-
     def is_shed(self, tier: Tier) -> bool:
         """Whether new requests of a tier are refused."""
-        return tier.shed_order in self._orders[: self.stage]
+        return tier.shed_order in self._orders.table[: self.stage]
 
     def benefits(self, tier: Tier) -> bool:
         """Whether a tier would stay in service if one more step were taken."""
-        return tier.shed_order not in self._orders[: self.stage + 1]
+        return tier.shed_order not in self._orders.table[: self.stage + 1]
 
     def observe(self, broken: bool, calm: bool, now: float) -> None:
         """Take a step if it is due: up if a promise to a tier that would stay is `broken`, all the
         way down if the engine stays `calm`, without pressure and with few requests waiting."""
-        steps = len(self._orders) if self._rules.enabled else 0
+        rules = self._ref.policy.shedding
+        steps = len(self._orders.table) if rules.enabled else 0
         self.stage = min(self.stage, steps)
         if not calm:
             self._calm_since = None
         elif self._calm_since is None:
             self._calm_since = now
-        if self._calm_since is not None and now - self._calm_since >= self._rules.recover:
+        if self._calm_since is not None and now - self._calm_since >= rules.recover:
             self.stage, self._patience, self._kept_since = 0, 1, None
         elif broken:
             self._kept_since = None
@@ -118,12 +116,12 @@ class Shedder:
                 self._step_up(now)
         elif self.stage:
             self._kept_since = now if self._kept_since is None else self._kept_since
-            if now - self._kept_since >= self._rules.recover * self._patience:
+            if now - self._kept_since >= rules.recover * self._patience:
                 self.stage -= 1
                 self._changed, self._kept_since = now, None
 
     def _step_up(self, now: float) -> None:
-        since, recover = now - self._changed, self._rules.recover
+        since, recover = now - self._changed, self._ref.policy.shedding.recover
         if since < 4 * recover and self.stage == 0:  # too early
             self._patience = min(2 * self._patience, _LONGEST_RECOVERY)
         elif since > 4 * recover * _LONGEST_RECOVERY:
@@ -132,16 +130,22 @@ class Shedder:
         self._changed = now
 
 
+def _shed_orders(policy: Policy) -> Sequence[int]:
+    """The orders in which tiers are shed, first ones first."""
+    orders = {tier.shed_order for tier in policy.all_tiers if tier.shed_order is not None}
+    return sorted(orders)
+
+
 class LoadMonitor:
     """Monitors predicted work, pressure, promises and shed tiers."""
 
     def __init__(
-        self, policy: Policy, estimates: Estimator, holdings: Holdings, capacity: EngineCapacity
+        self, ref: PolicyRef, estimates: Estimator, holdings: Holdings, capacity: EngineCapacity
     ) -> None:
-        self._policy = policy
+        self._ref = ref
         self._estimates = estimates
         self._holdings = holdings
-        self.account = QueueAccount(policy.levels)
+        self.account = QueueAccount(ref.policy.levels)
         self._seats = max(1, capacity.seats)
         # Without a limit of blocks, KV is never short.
         blocks = math.inf if capacity.blocks is None else capacity.blocks
@@ -152,20 +156,21 @@ class LoadMonitor:
         self._step_seconds = 0.0
         self._looked = float("-inf")
         self.pressure = PressureMonitor()
-        self.tiers = policy.all_tiers
-        self.shedder = Shedder(policy.shedding, self.tiers)
-        self.slo = SloMonitor(self.tiers, _SLO_WINDOW)
-        self._recent = SloMonitor(self.tiers, policy.shedding.window)
+        self.shedder = Shedder(ref)
+        self.slo = SloMonitor(ref, _SLO_WINDOW)
+        self._measured = SloMonitor(ref, ref.policy.shedding.window)
 
-    def adopt(self, policy: Policy) -> None:
-        """Switch to a new policy; measurements are kept as far as their windows stay the same."""
-        old, self._policy, self.tiers = self._policy, policy, policy.all_tiers
-        self.shedder.adopt(policy.shedding, self.tiers)
-        self.slo.adopt(self.tiers)
-        if old.shedding.window == policy.shedding.window:
-            self._recent.adopt(self.tiers)
-        else:
-            self._recent = SloMonitor(self.tiers, policy.shedding.window)
+    @property
+    def tiers(self) -> Sequence[Tier]:
+        return self._ref.policy.all_tiers
+
+    @property
+    def _recent(self) -> SloMonitor:
+        """What shedding goes by; it starts anew where a policy measures over another window."""
+        window = self._ref.policy.shedding.window
+        if self._measured.window != window:
+            self._measured.restart(window)
+        return self._measured
 
     # Events
 
@@ -206,7 +211,7 @@ class LoadMonitor:
         self._looked = now
         self.slo.advance(now)
         self._recent.advance(now)
-        self.pressure.observe(self.use(), self._policy.pressure, now)
+        self.pressure.observe(self.use(), self._ref.policy.pressure, now)
         calm = not self.pressure.present and self.account.all.requests < self._seats
         self.shedder.observe(self._broken(now), calm, now)
 
@@ -214,7 +219,7 @@ class LoadMonitor:
 
     def use(self) -> Use:
         """Use of each resource, now and as predicted."""
-        waiting, bound = self.account.all.requests, self._policy.admission.queue.requests
+        waiting, bound = self.account.all.requests, self._ref.policy.admission.queue.requests
         promised = [tier.slo.tpot for tier in self.tiers if tier.slo.tpot is not None]
         return Use(
             kv=max(self._kv_use, self._predicted_tokens() / self._kv_tokens),
@@ -244,7 +249,7 @@ class LoadMonitor:
     def _broken(self, now: float) -> bool:
         """Whether a promise to a tier that would benefit from shedding is broken: by measured
         latencies, or because its oldest request has already waited too long."""
-        rules = self._policy.shedding
+        rules = self._ref.policy.shedding
         if not rules.enabled:
             return False
         for level, tier in enumerate(self.tiers):

@@ -8,7 +8,8 @@ from typing import Any
 
 from ddsketch import LogCollapsingLowestDenseDDSketch
 
-from vllm_semantic_sched.policy.config.tiers import Slo, Tier
+from vllm_semantic_sched.policy.config.reference import Derived, PolicyRef
+from vllm_semantic_sched.policy.config.tiers import Slo
 
 MEASURES = ("ttft", "tpot", "e2e")  # latencies that can be promised, see `tiers.Slo`
 _RELATIVE_ACCURACY = 0.02
@@ -92,15 +93,29 @@ def targets(slo: Slo) -> dict[str, float]:
 class SloMonitor:
     """Compliance and headroom of each level, whose tier has promises, over a window of seconds."""
 
-    def __init__(self, tiers: Sequence[Tier], window: float) -> None:
-        # Measured seconds of each level, promised or not.
-        self.values = [{measure: RollingValues(window) for measure in MEASURES} for _ in tiers]
-        self.adopt(tiers)
+    def __init__(self, ref: PolicyRef, window: float) -> None:
+        self._ref = ref
+        self.restart(window)
+        self._targets = Derived(
+            ref, lambda policy: [targets(tier.slo) for tier in policy.all_tiers]
+        )
 
-    def adopt(self, tiers: Sequence[Tier]) -> None:
-        """Switch to new promises. Values in the window keep their old targets."""
-        self._percentiles = [tier.slo.percentile for tier in tiers]
-        self.targets = [targets(tier.slo) for tier in tiers]  # by level
+    def restart(self, window: float) -> None:
+        """Measure anew, over a window of so many seconds."""
+        self.window = window
+        # Measured seconds of each level, promised or not.
+        self.values = [
+            {measure: RollingValues(window) for measure in MEASURES}
+            for _ in range(self._ref.policy.levels)
+        ]
+
+    @property
+    def targets(self) -> Sequence[dict[str, float]]:
+        """The promised latencies of each level. Values in the window keep their old ones."""
+        return self._targets.table
+
+    def _percentile(self, level: int) -> float:
+        return self._ref.policy.all_tiers[level].slo.percentile
 
     def record(self, level: int, now: float, **latencies: float | None) -> None:
         """Record latencies of a request in seconds by measure, each once. O(1)."""
@@ -125,7 +140,7 @@ class SloMonitor:
     def headroom(self, level: int) -> float | None:
         """Smallest relative distance of the promised percentile below its target, over the
         promised measures. Negative if a promise is broken, None without promises or values."""
-        values, percent = self.values[level], self._percentiles[level]
+        values, percent = self.values[level], self._percentile(level)
         rooms = (
             1.0 - observed / target
             for measure, target in self.targets[level].items()
@@ -140,4 +155,4 @@ class SloMonitor:
         counts = (self.values[level][measure].count for measure in self.targets[level])
         if share is None or max(counts) < enough:
             return None
-        return share * 100 >= self._percentiles[level]
+        return share * 100 >= self._percentile(level)
