@@ -192,12 +192,7 @@ class SchedulingCore:
             awaits_prediction=awaits_prediction,
             tenant=tenant,
         )
-        instant = self.policy_ref.policy.predictor.instant
-        if provisional is not None and not provisional.unreadable and instant.decides_place:
-            job.prediction = provisional
-            if hint.level is None:
-                job.level_source = LevelSource.INSTANT
-                job.level = self.levels.decided(job)
+        self.levels.glance(job, provisional)
         job.drafted_seconds = self.estimates.rank_seconds(job)
         job.drafted_tokens = self.estimates.tokens(job)
         return job

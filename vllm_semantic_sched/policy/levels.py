@@ -28,6 +28,18 @@ class Levels:
             return max(level, job.best_level)
         return job.level
 
+    def glance(self, job: Job, provisional: Prediction | None) -> None:
+        """Apply the instant reader's prediction to a new job, as far as the policy allows. The
+        level of a hint stays."""
+        instant = self._seating.policy.predictor.instant
+        if provisional is None or provisional.unreadable or not instant.decides_place:
+            return
+        job.prediction = provisional
+        if job.level_source is LevelSource.DEFAULT:
+            job.level_source = LevelSource.INSTANT
+            job.level = self.decided(job)
+            job.sure_level = decision.rightful_level(provisional.urgency, instant)
+
     def capped(self, job: Job, level: int, counted: bool = False) -> int:
         """`level`, or the next one that the tenant's cap on top levels allows; `counted`: the
         request counts toward the cap already, at its present level."""
@@ -63,6 +75,7 @@ class Levels:
             if job.level_source in (LevelSource.DEFAULT, LevelSource.INSTANT):
                 counted = job.level_source is LevelSource.INSTANT
                 job.level_source = LevelSource.PREDICTION
+                job.sure_level = 0
                 level = self.capped(job, self.decided(job), counted)
                 self.change(job, level, unread and level < before)
         waits, queue = self._lifecycle.waits, self._seating.waiting
@@ -75,6 +88,7 @@ class Levels:
         """Apply a level that the client states later."""
         counted = job.level_source is not LevelSource.DEFAULT or not job.awaits_prediction
         job.level_source = source
+        job.sure_level = 0
         self.change(job, self.capped(job, level, counted))
 
     def look_again(self, job: Job, prediction: Prediction) -> bool:

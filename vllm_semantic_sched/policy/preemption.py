@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.eviction import Preemption
-from vllm_semantic_sched.policy.estimates.decision import preempting_level
 from vllm_semantic_sched.policy.facts.capacity import Need
-from vllm_semantic_sched.policy.facts.job import Job, LevelSource
+from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.order.running import RunningSet
 from vllm_semantic_sched.policy.order.seating import Seating
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
@@ -207,23 +206,16 @@ class Eviction:
         seating = self._seating
         if job in seating.deadlines.may_take_seats and seating.policy.preemption.enabled:
             return True
-        level, worst = self._entitled_level(job), self._running.least_urgent()
+        level, worst = job.entitled_level, self._running.least_urgent()
         if level is None or worst is None:
             return False
         may_preempt = self._level_may_preempt(level, worst.effective_level)
         return may_preempt or self._is_much_shorter(job, worst)
 
-    def _entitled_level(self, job: Job) -> int | None:
-        """The level at which `job` may preempt; None if it may not."""
-        if job.level_source is not LevelSource.INSTANT or job.prediction is None:
-            return job.level
-        instant = self._seating.policy.predictor.instant
-        return preempting_level(job.prediction.urgency, job.level, instant)
-
     def held_back(self, job: Job) -> bool:
         """Whether `job` may not preempt only because its level is provisional."""
         worst = self._running.least_urgent()
-        if job.level_source is not LevelSource.INSTANT or worst is None:
+        if job.entitled_level == job.level or worst is None:
             return False
         final_level_may = self._level_may_preempt(job.level, worst.effective_level)
         return final_level_may and not self.worth_preempting(job)
@@ -362,7 +354,7 @@ class Eviction:
         """
         takes_seat = job in self._seating.deadlines.may_take_seats
         unweighed = takes_seat or self._seating.reservation.borrowed_from(job.level) is not None
-        asked = (self._seating.policy, job, self._entitled_level(job), unweighed)
+        asked = (self._seating.policy, job, job.entitled_level, unweighed)
         if self._unpaid == asked:
             return []
         affordable = math.inf if unweighed else self._affordable_seconds(job, need)
@@ -410,7 +402,7 @@ class Eviction:
         freeable: Callable[[Job], int | None],
     ) -> list[Job]:
         """See `choose_victims`."""
-        level, longer_than = self._entitled_level(job), self._much_longer_than(job)
+        level, longer_than = job.entitled_level, self._much_longer_than(job)
         takes_seat = job in self._seating.deadlines.may_take_seats
         borrowed = self._seating.reservation.borrowed_from(job.level)
         return choose_victims(

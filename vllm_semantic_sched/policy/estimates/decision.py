@@ -121,10 +121,13 @@ def _counted(policy: Policy, hint: Hint, provisional: Prediction | None) -> Pred
 def preempting_level(probabilities: Sequence[float], level: int, instant: Instant) -> int | None:
     """The level at which a request of provisional `level` preempts: `level`, or its `sure_level` by
     the policy if that is less urgent. None if it may not."""
-    if instant.may != "preempt":
-        return None
-    sure = sure_level(probabilities, instant.preempt_above)
+    sure = rightful_level(probabilities, instant)
     return None if sure is None else max(sure, level)
+
+
+def rightful_level(probabilities: Sequence[float], instant: Instant) -> int | None:
+    """The most urgent level whose rights a provisional reading gives; None: it gives none."""
+    return sure_level(probabilities, instant.preempt_above) if instant.may == "preempt" else None
 
 
 def sure_level(probabilities: Sequence[float], least: float) -> int | None:

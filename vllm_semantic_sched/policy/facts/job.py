@@ -169,6 +169,7 @@ class Job:
     stated: StatedLength = FREE_LENGTH
     awaits_prediction: bool = False
     prediction: Prediction | None = None
+    sure_level: int | None = 0  # the most urgent one whose rights it may have now; None: no rights
     computed: int = 0  # tokens whose KV is, or is expected to be, on the device
     swapped: int = 0  # tokens whose KV is on the host
     generated: int = 0  # output tokens so far
@@ -217,6 +218,12 @@ class Job:
         if not boost:
             return self.level
         return max(self.level - boost, 0.0) if self.level else DEADLINE_NEAR
+
+    @property
+    def entitled_level(self) -> int | None:
+        """The level whose rights it has: to take a seat, and to have others held. A provisional
+        level gives those of its surest part; None: no rights until its text has been read."""
+        return None if self.sure_level is None else max(self.level, self.sure_level)
 
     @property
     def level_unread(self) -> bool:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from vllm_semantic_sched.policy.config.reference import PolicyRef
-from vllm_semantic_sched.policy.facts.job import Job, LevelSource
+from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
 
 WINDOW = 60.0
@@ -98,12 +98,10 @@ class Protection:
         return rules.level is not None and rules.price > 0 and not self.unsafe
 
     def protects(self, job: Job) -> bool:
-        """Whether others are held for a job: by its own level, not by one gained by waiting nor by
-        a provisional one."""
-        level = self._ref.policy.protect.level
-        if level is None or job.level > level:
-            return False
-        return job.level_source is not LevelSource.INSTANT or not job.awaits_prediction
+        """Whether others are held for a job: by the level that it is entitled to, not by one gained
+        by waiting."""
+        level, entitled = self._ref.policy.protect.level, job.entitled_level
+        return level is not None and entitled is not None and entitled <= level
 
     @property
     def protects_at(self) -> float:

@@ -9,7 +9,7 @@ from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.reference import Derived, PolicyRef
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings
-from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource
+from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.overload.account import Entry
 from vllm_semantic_sched.policy.overload.admission import SHED, admits_all, judge
 from vllm_semantic_sched.policy.overload.dedup import DedupIndex
@@ -149,7 +149,7 @@ class OverloadControl(Listener):
 
     def _entry(self, job: Job, since: float, tokens: float | None = None) -> Entry:
         level = job.level
-        if job.level_source is LevelSource.INSTANT and job.awaits_prediction:
+        if job.level_unread:
             # A misread emergency must not be refused before the predictor has read it.
             level = min(level, self._ref.policy.default_level)
         if tokens is None:
