@@ -128,7 +128,7 @@ def seconds_to_overdue(aging: Aging, level: int) -> float | None:
 def wait_bound(
     aging: Aging, level: int, older: int, admission_gap: float, seat_seconds: float = 0.0
 ) -> float | None:
-    """Most seconds until the first seat, with the symbols of `policy.order.aging`: q `older`
+    """Most seconds until the first seat, with the symbols of `policy.order.credit`: q `older`
     requests, T `admission_gap` and S `seat_seconds`. None: unbounded."""
     overdue = seconds_to_overdue(aging, level)
     if overdue is None:

@@ -220,7 +220,7 @@ def test_aging_counts_the_time_held(build) -> None:
         assert stepped(scheduler) == {"urgent"}
     now[0] += 1.1
     assert stepped(scheduler) == {"other", "urgent"}
-    assert scheduler.jobs["other"].promotions >= 2
+    assert scheduler.jobs["other"].credit.promotions >= 2
 
 
 @pytest.mark.parametrize(

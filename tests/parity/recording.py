@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from vllm_semantic_sched.engine.snapshot import VllmSnapshot
-from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.job import Credit, Job
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.orders import Orders
 from vllm_semantic_sched.policy.record.lifecycle import Transition
@@ -191,13 +191,14 @@ def named(answer: Any) -> Any:
 
 
 def state_of(job: Job) -> tuple[Any, ...]:
+    credit = job.credit or Credit()
     return (
         job.request_id,
         job.level,
         job.level_source.value,
-        job.promotions,
-        job.deadline_boost,
-        job.share_boost,
+        credit.promotions,
+        credit.deadline,
+        credit.share,
         job.preemptions,
     )
 

@@ -347,7 +347,7 @@ class SchedulingCore:
                 self.protection.spend(plan.seconds)
         limits = self.policy_ref.policy.preemption
         if limits.after_limit == "promote" and job.urgent_preemptions >= limits.max_per_request:
-            job.limit_boost = 1.0
+            job.gain().preemptions = 1.0
         job.generated_before = job.generated
         job.computed = plan.on_device
         job.swapped = plan.saved
@@ -365,8 +365,11 @@ class SchedulingCore:
     def first_token(self, job: Job) -> None:
         """Record a job's first token."""
         self.lifecycle.first_token(job)
-        boost, job.deadline_boost = job.deadline_boost, 0.0
-        if boost and job in self.running:
+        credit = job.credit
+        if credit is None or not credit.deadline:
+            return
+        credit.deadline = 0.0
+        if job in self.running:
             self._store_running(job)
             self.moved[job] = None
 
@@ -450,7 +453,7 @@ class SchedulingCore:
         moved = [job for job in held if job not in jobs]
         for job in moved:
             self._release(job, now)
-            if self.seating.promotions.earn(job, job.waited):
+            if self.seating.credits.earn(job, job.waited):
                 self._store_running(job)
         for job, beneficiary in jobs.items():
             assert job.seat is not None
@@ -459,7 +462,7 @@ class SchedulingCore:
                 job.seat.held_since, job.seat.held_for = now, beneficiary
                 held[job] = None
                 self.running.hold(job)
-            elif self.seating.promotions.earn(job, job.waited + (now - since)):
+            elif self.seating.credits.earn(job, job.waited + (now - since)):
                 self._store_running(job)
                 moved.append(job)
         self.seating.meter.idle = len(held)

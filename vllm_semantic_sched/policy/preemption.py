@@ -184,7 +184,7 @@ class Eviction:
     def wants_room(self) -> bool:
         """Whether any waiting job may preempt a running one. O(levels)."""
         waiting, limits = self._seating.waiting, self._seating.policy.preemption
-        if self._seating.deadlines.may_take_seats and limits.enabled:
+        if self._seating.credits.may_take_seats and limits.enabled:
             return True
         worst = self._running.least_urgent()
         if worst is None:
@@ -204,7 +204,7 @@ class Eviction:
         as it is probable (`predictor.instant`).
         """
         seating = self._seating
-        if job in seating.deadlines.may_take_seats and seating.policy.preemption.enabled:
+        if job in seating.credits.may_take_seats and seating.policy.preemption.enabled:
             return True
         level, worst = job.entitled_level, self._running.least_urgent()
         if level is None or worst is None:
@@ -352,7 +352,7 @@ class Eviction:
         among them: the smallest that may be preempted, whole, or the first part of it that a step
         may preempt.
         """
-        takes_seat = job in self._seating.deadlines.may_take_seats
+        takes_seat = job in self._seating.credits.may_take_seats
         unweighed = takes_seat or self._seating.reservation.borrowed_from(job.level) is not None
         asked = (self._seating.policy, job, job.entitled_level, unweighed)
         if self._unpaid == asked:
@@ -403,7 +403,7 @@ class Eviction:
     ) -> list[Job]:
         """See `choose_victims`."""
         level, longer_than = job.entitled_level, self._much_longer_than(job)
-        takes_seat = job in self._seating.deadlines.may_take_seats
+        takes_seat = job in self._seating.credits.may_take_seats
         borrowed = self._seating.reservation.borrowed_from(job.level)
         return choose_victims(
             # Without an entitled level it takes a seat by its deadline.

@@ -7,7 +7,7 @@ urgent newcomer. Two limits prevent that, and vLLM knows both: a cap on the prom
 request, and running prefills that sit out the step.
 
 Sitting out is bounded. A prefill sits out only for requests that got tokens because of it, and at
-most `MOST_YIELDS` steps in a row; its wait counts as waiting (`order.aging`).
+most `MOST_YIELDS` steps in a row; its wait counts as waiting (`order.credit`).
 """
 
 import itertools

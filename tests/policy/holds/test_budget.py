@@ -159,7 +159,7 @@ def test_core_pauses_holds_until_steps_agree_with_the_profile() -> None:
 def test_only_own_level_protects_and_aged_are_not_held() -> None:
     protection = Protection(policy_ref(protect=Protect(level=1)))
     aged = make_job(3, request_id="aged")
-    aged.aged = 2.0
+    aged.gain().waiting = 2.0
     assert not protection.protects(aged)
     assert aged.effective_level <= protection.protects_at
     assert protection.protects(make_job(1, request_id="urgent"))

@@ -8,50 +8,50 @@ from vllm_semantic_sched.policy.config.tiers import Slo
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import Hint
 from vllm_semantic_sched.policy.facts.capacity import Need
-from vllm_semantic_sched.policy.facts.job import LevelSource
-from vllm_semantic_sched.policy.order.aging import DeadlineWatch
+from vllm_semantic_sched.policy.facts.job import Credit, LevelSource
+from vllm_semantic_sched.policy.order.credit import CreditTimers
 from vllm_semantic_sched.policy.profile.formula import load_profile
 
 
 def test_job_is_raised_before_its_deadline_and_lowered_after_it() -> None:
-    watch = DeadlineWatch(policy_ref(deadlines=Deadlines(enabled=True, before=0.25)))
+    watch = CreditTimers(policy_ref(deadlines=Deadlines(enabled=True, before=0.25)))
     job = make_job(2, arrival=100.0)
     watch.wait(job, Slo(ttft=4.0))
-    assert watch.due(102.9) == [] and job.effective_level == 2
-    assert watch.due(103.0) == [job] and job.effective_level == 1.5
-    assert watch.due(103.9) == []
+    assert watch.expire(102.9) == [] and job.effective_level == 2
+    assert watch.expire(103.0) == [job] and job.effective_level == 1.5
+    assert watch.expire(103.9) == []
     watch.wait(job, Slo(ttft=4.0))  # not ready in this step: it stays raised
     assert job.effective_level == 1.5
-    assert watch.due(104.0) == [job] and job.effective_level == 2
-    assert watch.due(1000.0) == [] and watch.count == 1
+    assert watch.expire(104.0) == [job] and job.effective_level == 2
+    assert watch.expire(1000.0) == [] and watch.deadline_boosted == 1
 
 
 def test_no_job_is_raised_after_its_deadline() -> None:
-    watch = DeadlineWatch(policy_ref(deadlines=Deadlines(enabled=True)))
+    watch = CreditTimers(policy_ref(deadlines=Deadlines(enabled=True)))
     job = make_job(2)
     watch.wait(job, Slo(ttft=4.0))
-    assert watch.due(4.0) == [] and not job.deadline_boost
+    assert watch.expire(4.0) == [] and not job.gain().deadline
 
 
 def test_jobs_with_a_first_token_or_no_promise_are_not_watched() -> None:
-    watch = DeadlineWatch(policy_ref(deadlines=Deadlines(enabled=True)))
-    resumed, unpromised = make_job(2, generated=3, deadline_boost=0.5), make_job(2)
+    watch = CreditTimers(policy_ref(deadlines=Deadlines(enabled=True)))
+    resumed, unpromised = make_job(2, generated=3, credit=Credit(deadline=0.5)), make_job(2)
     watch.wait(resumed, Slo(ttft=1.0))
     watch.wait(unpromised, Slo())
-    assert watch.due(0.9) == [] and not resumed.deadline_boost
+    assert watch.expire(0.9) == [] and not resumed.gain().deadline
 
 
 def test_switching_off_stops_raising_waiting_jobs() -> None:
     ref, job = policy_ref(deadlines=Deadlines(enabled=True)), make_job(2)
-    watch = DeadlineWatch(ref)
+    watch = CreditTimers(ref)
     watch.wait(job, Slo(ttft=4.0))
     ref.switch(policy_of())
     watch.wait(job, Slo(ttft=4.0))  # as after a reload
-    assert watch.due(3.0) == [] and not job.deadline_boost
+    assert watch.expire(3.0) == [] and not job.gain().deadline
 
 
 def test_jobs_rise_at_most_to_level_0_and_level_0_jobs_above_it() -> None:
-    job, urgent = make_job(1, deadline_boost=3.0), make_job(0, deadline_boost=0.5)
+    job, urgent = make_job(1, credit=Credit(deadline=3.0)), make_job(0, credit=Credit(deadline=0.5))
     assert job.effective_level == 0.0 and not job.overdue
     assert urgent.effective_level < 0.0 and not urgent.overdue
 
@@ -129,7 +129,7 @@ def test_deadline_boost_ends_with_the_first_token() -> None:
     step(core, lambda job: None, 1.6)
     assert victims(core, other) == []
     core.first_token(job)
-    assert not job.deadline_boost and victims(core, other) == ["late"]
+    assert not job.gain().deadline and victims(core, other) == ["late"]
 
 
 def test_near_deadline_goes_first_but_does_not_preempt() -> None:

@@ -8,7 +8,7 @@ from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.order import KvPeakKnobs
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
-from vllm_semantic_sched.policy.facts.job import StatedLength
+from vllm_semantic_sched.policy.facts.job import Credit, StatedLength
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.order import kv_peak
 from vllm_semantic_sched.policy.order.kv_peak import KvPeak
@@ -106,7 +106,9 @@ def test_a_job_waits_until_its_growth_fits() -> None:
     assert not peak.admits(long)
     assert peak.admits(short)
     assert peak.admits(sized(100, 60, level=1)), "urgent jobs are exempt"
-    assert peak.admits(sized(100, 60, promotions=3, aged=3.0)), "overdue jobs are exempt"
+    assert peak.admits(sized(100, 60, credit=Credit(waiting=3.0, promotions=3))), (
+        "overdue jobs are exempt"
+    )
     peak.tick(40)  # twenty more steps until the running job ends
     assert peak.admits(long)
     assert make_peak(KvPeakKnobs(), blocks=1).admits(long)

@@ -120,7 +120,7 @@ def test_short_request_passes_a_long_one(policy) -> None:
 def test_promotion_passes_a_more_urgent_request() -> None:
     core = make_core()
     slow, hurried = hinted(core, "slow", 3), hinted(core, "hurried", 4)
-    hurried.deadline_boost = 2.0
+    hurried.gain().deadline = 2.0
     core.waiting.push(hurried, core.rank(hurried))
     seat(core, hurried, slow)
     assert slow.passed is PassCause.PROMOTED

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job, make_rules, take_next
 
-from vllm_semantic_sched.policy.facts.job import Rank
+from vllm_semantic_sched.policy.facts.job import Credit, Rank
 from vllm_semantic_sched.policy.order.waiting import WaitingQueue
 
 RULES = make_rules()
@@ -97,7 +97,7 @@ def test_promoted_and_favored_jobs_gain_weight() -> None:
     routine, favored = fill(queue, (3, 1.0), (4, 0.9))
     assert queue.peek() is favored  # like a job of level 3
     queue.remove(favored)
-    aged = make_job(4, aged=4.0)
+    aged = make_job(4, credit=Credit(waiting=4.0))
     queue.push(aged, Rank(aged.effective_level, 50.0, aged.sequence))
     assert queue.peek() is routine  # aging counts only where it may overtake
 

@@ -191,9 +191,9 @@ def _seating(core: SchedulingCore, counters: Counters) -> Gauges:
     """Update the counters of aging, deadlines and tenants, and return the gauges of fair shares,
     reservations and tenants that the policy uses. O(tiers)."""
     seating = core.seating
-    counters.raise_to("promotions", seating.promotions.count)
+    counters.raise_to("promotions", seating.credits.promotions)
     counters.raise_to("overtakings", seating.overtaking.count)
-    counters.raise_to("deadline_boosted_requests", seating.deadlines.count)
+    counters.raise_to("deadline_boosted_requests", seating.credits.deadline_boosted)
     counters.raise_to("capped_requests", seating.top_levels.count)
     gauges: dict[str, dict[str, float]] = {}
     if seating.fair_share.enabled:

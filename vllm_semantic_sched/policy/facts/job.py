@@ -124,7 +124,7 @@ class Charge(NamedTuple):
 
     level: int  # the tier that was charged
     seconds: float
-    overtook: bool  # as is `credit`: see `order.aging.Overtaking`
+    overtook: bool  # as is `credit`: see `order.credit.Overtaking`
     credit: float
     passes: Mapping[int, PassCause]  # see `WaitingQueue.passes`
 
@@ -155,6 +155,29 @@ class Seat:
     restoring: float | None = None  # since when, in seconds, it restores lost KV, if logged
 
 
+@dataclass(slots=True)
+class Credit:
+    """Levels that a job has gained, by reason. The largest of them counts."""
+
+    waiting: float = 0.0  # by the promotions of aging; with enough of them it is overdue
+    promotions: int = 0
+    deadline: float = 0.0  # by a near deadline of its first token
+    preemptions: float = 0.0  # by too many of them (`preemption.after_limit: promote`)
+    share: float = 0.0  # by its tier's missing share, when it got its seat
+
+    def effective_level(self, level: float) -> float:
+        """A level less all that was gained."""
+        waited, shared = max(level - self.waiting, OVERDUE), max(level - self.share, 0.0)
+        return min(waited, shared, self.deadline_level(level))
+
+    def deadline_level(self, level: float) -> float:
+        """A level less what was gained by a near deadline or by preemptions."""
+        gained = max(self.deadline, self.preemptions)
+        if not gained:
+            return level
+        return max(level - gained, 0.0) if level else DEADLINE_NEAR
+
+
 @dataclass(slots=True, eq=False)
 class Job:
     """One request. Times are seconds on the scheduler's clock."""
@@ -179,12 +202,7 @@ class Job:
     generated_before: int = 0  # output tokens at the last preemption
     tenant: str = ""  # empty: unknown
     best_level: int = 0  # the most urgent that its tenant's cap on top levels allows
-    promotions: int = 0  # by aging
-    aged: float = 0.0  # levels gained by them
-    deadline: float = 0.0  # of the first token, while it is watched
-    deadline_boost: float = 0.0  # levels gained by a near deadline
-    limit_boost: float = 0.0  # by too many preemptions
-    share_boost: float = 0.0  # by its tier's missing share, when it got its seat
+    credit: Credit | None = None  # levels gained; None: none so far
     state: JobState = JobState.WAITING
     entered: float = 0.0  # when the state began
     started: float | None = None  # first seat
@@ -206,18 +224,20 @@ class Job:
     @property
     def effective_level(self) -> float:
         """Its level less what it gained by waiting, deadline, share or preemptions."""
-        if not (self.deadline_boost or self.share_boost or self.aged or self.limit_boost):
-            return self.level
-        aged = max(self.level - self.aged, OVERDUE)
-        return min(aged, max(self.level - self.share_boost, 0.0), self.deadline_level)
+        credit = self.credit
+        return self.level if credit is None else credit.effective_level(self.level)
 
     @property
     def deadline_level(self) -> float:
         """Its level less what it gained by a near deadline or by preemptions."""
-        boost = max(self.deadline_boost, self.limit_boost)
-        if not boost:
-            return self.level
-        return max(self.level - boost, 0.0) if self.level else DEADLINE_NEAR
+        credit = self.credit
+        return self.level if credit is None else credit.deadline_level(self.level)
+
+    def gain(self) -> Credit:
+        """The record of what it gained, to change it."""
+        if self.credit is None:
+            self.credit = Credit()
+        return self.credit
 
     @property
     def entitled_level(self) -> int | None:
@@ -234,7 +254,7 @@ class Job:
     @property
     def overdue(self) -> bool:
         """Whether aging has promoted it above all levels."""
-        return self.level - self.aged <= OVERDUE
+        return self.credit is not None and self.level - self.credit.waiting <= OVERDUE
 
     @property
     def tokens(self) -> int:

@@ -10,7 +10,7 @@ from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import Holdings
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job, Rank, rank_of
-from vllm_semantic_sched.policy.order.aging import Overtaking
+from vllm_semantic_sched.policy.order.credit import Overtaking
 from vllm_semantic_sched.policy.order.fair_share import FairShare
 from vllm_semantic_sched.policy.order.kv_peak import KvPeak
 from vllm_semantic_sched.policy.order.meter import AHEAD
@@ -144,7 +144,7 @@ class LevelQueue:
     def push(self, job: Job, rank: Rank) -> bool:
         """Queue a job, or move it to its new rank; whether `peek` may change."""
         head_changed = self._queue_of(job).push(job, rank)
-        if job.aged and job.overdue:
+        if job.credit is not None and job.overdue:
             self.overdue.push(job, job.sequence)
             return True
         return head_changed

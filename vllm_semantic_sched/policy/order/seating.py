@@ -8,7 +8,7 @@ from vllm_semantic_sched.policy.estimates.decision import LevelWorth, level_wort
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Need
 from vllm_semantic_sched.policy.facts.job import Charge, Job, PassCause
-from vllm_semantic_sched.policy.order.aging import DeadlineWatch, Promotions
+from vllm_semantic_sched.policy.order.credit import CreditTimers
 from vllm_semantic_sched.policy.order.meter import AHEAD, Meter
 from vllm_semantic_sched.policy.order.precedence import Precedence
 from vllm_semantic_sched.policy.order.queues import QueueRules
@@ -24,8 +24,7 @@ class Seating(QueueRules):
 
     def __init__(self, ref: PolicyRef, estimates: Estimator) -> None:
         super().__init__(ref, estimates)
-        self.promotions = Promotions(ref)
-        self.deadlines = DeadlineWatch(ref)
+        self.credits = CreditTimers(ref)
         self.top_levels = TopLevelGuard(ref)
         self.precedence = Precedence(ref.policy.levels)
         self.meter = Meter(lambda: estimates.profile, self._charge, self.holdings)
@@ -59,11 +58,10 @@ class Seating(QueueRules):
 
     def wait_first(self, job: Job) -> None:
         """Record that a job enters the queue for the first time."""
-        if self.ref.policy.aging.enabled:
-            self.promotions.wait(job)
-        if self.ref.policy.deadlines.enabled:
-            self.deadlines.wait(job, self.ref.policy.all_tiers[job.level].slo)
-        if self.ref.policy.kv_peak.enabled:
+        policy = self.ref.policy
+        if policy.aging.enabled or policy.deadlines.enabled:
+            self.credits.wait(job, policy.all_tiers[job.level].slo)
+        if policy.kv_peak.enabled:
             self.waiting.changed()  # whether the next job fits depends on the time, too
 
     def wait(self, job: Job) -> None:
@@ -90,22 +88,23 @@ class Seating(QueueRules):
         charge, job.seat.charge = job.seat.charge, None
         if job.started is None:
             self.precedence.seat(job, charge.passes)
-        self.promotions.discard(job)
-        self.deadlines.stop(job)
+        self.credits.stop(job)
         # Without it a tier over its share would take back the seat that it just lost.
-        job.share_boost = max(0.0, -self.fair_share.offsets[job.level])
+        missing = max(0.0, -self.fair_share.offsets[job.level])
+        if missing or job.credit is not None:
+            job.gain().share = missing
         if self.metered:
             self.meter.start(job)
         self.waiting.changed()
 
     def leave(self, job: Job) -> None:
         """Record that a job lost its seat or ended; its `generated` is up to date."""
-        self.promotions.discard(job)
-        self.deadlines.stop(job)
+        self.credits.stop(job)
         self.meter.stop(job)
         self.holdings.release(job)
         self.kv_peak.discard(job)
-        job.share_boost = 0.0
+        if job.credit is not None:
+            job.credit.share = 0.0
         self.waiting.changed()
 
     def relevel(self, job: Job, before: int) -> None:
@@ -118,16 +117,16 @@ class Seating(QueueRules):
         metered = self.metered
         if metered:
             self.meter.step(observe)
-        moved = [*self.promotions.due(now), *self.deadlines.due(now)]
+        moved = self.credits.expire(now)
         if self.fair_share.enabled:
             self.fair_share.update(now, self.waiting.levels)
         if metered:
             self.waiting.changed()
-        return list(dict.fromkeys(moved)) if moved else moved
+        return moved
 
     def may_move(self, now: float) -> bool:
         """Whether `step` may do anything."""
-        return self.metered or self.promotions.may_reach(now) or self.deadlines.may_reach(now)
+        return self.metered or self.credits.may_reach(now)
 
     # Derived state
 
@@ -152,8 +151,7 @@ class Seating(QueueRules):
         return policy.tenants.fair or policy.fair_share.enabled or self.reservation.enabled
 
     def _start_timers(self, job: Job) -> None:
-        self.promotions.wait(job)
-        self.deadlines.wait(job, self.ref.policy.all_tiers[job.level].slo)
+        self.credits.wait(job, self.ref.policy.all_tiers[job.level].slo)
 
     def _admit(self, job: Job, overtook: bool, passes: Mapping[int, PassCause] = _NONE) -> None:
         seconds = self.admission_seconds(job)

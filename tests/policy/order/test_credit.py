@@ -1,4 +1,4 @@
-"""Promotion by waiting time, and limits on overtaking."""
+"""Levels gained by waiting and by a deadline, and limits on overtaking."""
 
 import math
 
@@ -8,11 +8,12 @@ from jobs import make_job, policy_ref, step
 from tiers import seconds_to_overdue, wait_bound
 
 from vllm_semantic_sched.policy.config import parse_policy
-from vllm_semantic_sched.policy.config.order import ROUNDING, Aging
+from vllm_semantic_sched.policy.config.order import ROUNDING, Aging, Deadlines
+from vllm_semantic_sched.policy.config.tiers import Slo
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import Hint
 from vllm_semantic_sched.policy.facts.job import LevelSource
-from vllm_semantic_sched.policy.order.aging import Overtaking, Promotions
+from vllm_semantic_sched.policy.order.credit import CreditTimers, Overtaking
 from vllm_semantic_sched.policy.profile.formula import load_profile
 
 knobs = st.builds(
@@ -27,11 +28,11 @@ knobs = st.builds(
 
 @given(knobs, st.integers(0, 4), st.lists(st.floats(0.001, 5.0), max_size=60))
 def test_waiting_promotes_a_job_by_steps_until_it_is_overdue(knobs, level, pauses) -> None:
-    promotions, job, now = Promotions(policy_ref(aging=knobs)), make_job(level), 0.0
-    promotions.wait(job)
+    timers, job, now = CreditTimers(policy_ref(aging=knobs)), make_job(level), 0.0
+    timers.wait(job, Slo())
     for pause in pauses:
         now += pause
-        promotions.due(now)
+        timers.expire(now)
         exact = {int((now + rounding) / knobs.interval) for rounding in (-1e-6, 1e-6)}
         earned = {count if knobs.cap is None else min(count, knobs.cap) for count in exact}
         levels = {round(max(level - knobs.step * count, -1.0), 6) for count in earned}
@@ -42,19 +43,33 @@ def test_waiting_promotes_a_job_by_steps_until_it_is_overdue(knobs, level, pause
 
 
 def test_promotions_fire_once_and_exclude_time_in_a_seat() -> None:
-    promotions = Promotions(policy_ref(aging=Aging(enabled=True, interval=10.0, step=0.5)))
+    timers = CreditTimers(policy_ref(aging=Aging(enabled=True, interval=10.0, step=0.5)))
     job = make_job(1)
-    promotions.wait(job)
-    assert promotions.due(9.9) == [] and promotions.due(10.0) == [job]
-    assert promotions.due(10.0) == [] and job.effective_level == 0.5
-    promotions.discard(job)
-    assert promotions.due(500.0) == []
+    timers.wait(job, Slo())
+    assert timers.expire(9.9) == [] and timers.expire(10.0) == [job]
+    assert timers.expire(10.0) == [] and job.effective_level == 0.5
+    timers.stop(job)
+    assert timers.expire(500.0) == []
     job.waited, job.entered = 15.0, 500.0  # as the lifecycle keeps them
-    promotions.wait(job)
-    assert promotions.due(504.9) == [] and promotions.due(505.0) == [job]
-    assert (job.effective_level, promotions.count) == (0.0, 2)
-    assert promotions.due(1000.0) == [job] and promotions.due(9999.0) == []
-    assert job.overdue and promotions.count == 4
+    timers.wait(job, Slo())
+    assert timers.expire(504.9) == [] and timers.expire(505.0) == [job]
+    assert (job.effective_level, timers.promotions) == (0.0, 2)
+    assert timers.expire(1000.0) == [job] and timers.expire(9999.0) == []
+    assert job.overdue and timers.promotions == 4
+
+
+def test_one_timer_fires_for_the_promotion_and_for_the_deadline() -> None:
+    aging, deadlines = Aging(enabled=True, interval=2.0, step=0.25), Deadlines(enabled=True)
+    timers, job = CreditTimers(policy_ref(aging=aging, deadlines=deadlines)), make_job(2)
+    timers.wait(job, Slo(ttft=6.0))
+    assert timers.expire(1.9) == [] and timers.expire(2.0) == [job]
+    assert job.effective_level == 1.75
+    assert timers.expire(3.0) == [job] and job.effective_level == 1.5  # half the time is over
+    assert timers.expire(4.0) == [job] and job.effective_level == 1.5  # the larger gain counts
+    assert timers.expire(6.0) == [job] and job.effective_level == 1.25  # past its deadline
+    assert (timers.promotions, timers.deadline_boosted, job.credit.deadline) == (3, 1, 0.0)
+    timers.stop(job)
+    assert timers.expire(1000.0) == []
 
 
 @given(st.floats(0.01, 1.0), st.lists(st.booleans(), max_size=300))
