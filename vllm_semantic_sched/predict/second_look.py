@@ -52,25 +52,35 @@ class Look:
         return parts_of(self.text())[::-1]
 
 
-class SecondLooks(AddressableHeap[Look]):
+class SecondLooks:
     """Requests that are to be read again, those with the smallest key first."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._heap: AddressableHeap[Look] = AddressableHeap()
         self._looks: dict[str, Look] = {}
         self.ended = {True: 0, False: 0}  # number of looks, by whether they have raised the level
+
+    def __len__(self) -> int:
+        return len(self._looks)
+
+    def __contains__(self, look: object) -> bool:
+        return look in self._heap
 
     def add(self, look: Look, key: tuple[bool, float]) -> None:
         """Add a look, in place of an earlier one at the same request."""
         self.cancel(look.request_id)
-        self.push(look, key)
+        self._heap.push(look, key)
         self._looks[look.request_id] = look
+
+    def peek(self) -> Look | None:
+        """The next look; None without any."""
+        return self._heap.peek()
 
     def cancel(self, request_id: str) -> None:
         """Remove the look at a request, if there is one."""
         look = self._looks.pop(request_id, None)
         if look is not None:
-            self.discard(look)
+            self._heap.discard(look)
 
     def end(self, look: Look) -> None:
         """Remove and count a look that nobody has removed."""

@@ -7,7 +7,7 @@ from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job, Rank
 
 
-class RunningSet(AddressableHeap[Job]):
+class RunningSet:
     """Running jobs, least urgent first, and their expected finish.
 
     All running jobs advance by one token per step, so their order by remaining time does not
@@ -20,16 +20,26 @@ class RunningSet(AddressableHeap[Job]):
     """
 
     def __init__(self, step_seconds: Callable[[], float]) -> None:
-        super().__init__()
         self._step_seconds = step_seconds
         self._now = 0.0
+        self._by_eviction: AddressableHeap[Job] = AddressableHeap()
         self._due: AddressableHeap[Job] = AddressableHeap()
+
+    def __len__(self) -> int:
+        return len(self._by_eviction)
+
+    def __contains__(self, job: object) -> bool:
+        return job in self._by_eviction
+
+    def __iter__(self) -> Iterator[Job]:
+        """The jobs, in no particular order."""
+        return iter(self._by_eviction)
 
     def add(self, job: Job, rank: Rank, remaining: float) -> None:
         """Store or update a job; `remaining`: seconds of work left, whatever its rank uses."""
         # Zero means that the rank does not use remaining time: order by arrival alone.
         tag = self._now + rank.remaining if rank.remaining else 0.0
-        self.push(job, (-rank.level, -tag, -rank.sequence))
+        self._by_eviction.push(job, (-rank.level, -tag, -rank.sequence))
         self._due.push(job, self._now + remaining)
         if job.seat is not None and job.seat.held_at is not None:
             job.seat.held_at = self._now
@@ -44,32 +54,32 @@ class RunningSet(AddressableHeap[Job]):
         assert job.seat is not None and job.seat.held_at is not None
         missed, job.seat.held_at = self._now - job.seat.held_at, None
         if missed and job in self:
-            level, tag, sequence = self.key(job)
-            self.push(job, (level, tag - missed if tag else tag, sequence))
+            level, tag, sequence = self._by_eviction.key(job)
+            self._by_eviction.push(job, (level, tag - missed if tag else tag, sequence))
             self._due.push(job, self._due.key(job) + missed)
 
     def discard(self, job: Job) -> bool:
         """Remove a job; False if it is not stored."""
         self._due.discard(job)
-        return super().discard(job)
+        return self._by_eviction.discard(job)
 
     def order(self, job: Job) -> tuple[float, float, int]:
         """Sort key for running jobs, most urgent and shortest first."""
-        level, tag, sequence = self.key(job)
+        level, tag, sequence = self._by_eviction.key(job)
         return (-level, -tag, -sequence)
 
     def remaining(self, job: Job) -> float:
         """Predicted seconds of work left: the stored value less the steps since."""
-        tag: float = -self.key(job)[1]
+        tag: float = -self._by_eviction.key(job)[1]
         held_at = job.seat.held_at if job.seat is not None else None
         return max(0.0, tag - (self._now if held_at is None else held_at))
 
     def least_urgent(self) -> Job | None:
-        return self.peek()
+        return self._by_eviction.peek()
 
     def by_eviction(self) -> Iterator[Job]:
         """Jobs in the order of eviction; lazily."""
-        return (job for _, job in self.ordered())
+        return (job for _, job in self._by_eviction.ordered())
 
     @property
     def steps_to_outlived(self) -> int:

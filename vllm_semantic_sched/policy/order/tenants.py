@@ -8,6 +8,7 @@ P is the engine time of the longest prefill, m the seats, D the engine time of t
 """
 
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from typing import Any
 
 from vllm_semantic_sched.policy.config.reference import PolicyRef
@@ -34,35 +35,38 @@ def read_tenant(extra_args: Any) -> str:
     return name.strip()[:_MOST_CHARACTERS] if isinstance(name, str) else ANONYMOUS
 
 
-class VirtualCounters(AddressableHeap[str]):
-    """Service of tenants at one level; the heap holds the waiting ones by their counters. Those of
-    tenants that do not wait are kept for the latest `_MOST_TENANTS`."""
+class VirtualCounters:
+    """Service of tenants at one level; `len` counts the waiting ones. Counters of others are kept for
+    the latest `_MOST_TENANTS`."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._waiting: AddressableHeap[str] = AddressableHeap()  # tenants by their counters
         self._counters: OrderedDict[str, float] = OrderedDict()
         self._left_last = 0.0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     def __getitem__(self, tenant: str) -> float:
         return self._counters.get(tenant, 0.0)
 
     def enter(self, tenant: str) -> None:
         """Add a waiting tenant; its counter is at least the lowest, or that of the last one."""
-        if tenant in self:
+        if tenant in self._waiting:
             return
-        least = self.peek()
+        least = self._waiting.peek()
         floor = self._left_last if least is None else self._counters[least]
         counter = max(self._counters.get(tenant, floor), floor)
         self._counters[tenant] = counter
         self._counters.move_to_end(tenant)
-        self.push(tenant, counter)
+        self._waiting.push(tenant, counter)
 
     def leave(self, tenant: str) -> None:
-        if self.discard(tenant):
+        if self._waiting.discard(tenant):
             self._left_last = self._counters[tenant]
-            while len(self._counters) > _MOST_TENANTS + len(self):
+            while len(self._counters) > _MOST_TENANTS + len(self._waiting):
                 oldest = next(iter(self._counters))
-                if oldest in self:
+                if oldest in self._waiting:
                     self._counters.move_to_end(oldest)
                 else:
                     del self._counters[oldest]
@@ -71,8 +75,12 @@ class VirtualCounters(AddressableHeap[str]):
         """Charge service to a tenant; negative to refund."""
         if tenant in self._counters:
             self._counters[tenant] += seconds
-            if tenant in self:
-                self.push(tenant, self._counters[tenant])
+            if tenant in self._waiting:
+                self._waiting.push(tenant, self._counters[tenant])
+
+    def ordered(self) -> Iterator[tuple[float, str]]:
+        """Counters and names of the waiting tenants, the least served first, lazily."""
+        return self._waiting.ordered()
 
 
 class _Window:
