@@ -237,8 +237,8 @@ def test_every_request_ends_exactly_once_under_random_traffic(build, async_sched
                 break
             one_step(0.05)
         assert not scheduler.requests and not scheduler.jobs
-        account, load = scheduler.core.overload.account, scheduler.core.overload.load
-        assert not account.all.requests and not sum(load.outstanding())
+        load, everyone = scheduler.core.overload.load, scheduler.core.holdings.all
+        assert not everyone.queued and not sum(load.outstanding())
         assert not len(scheduler.core.overload.dedup)
         pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1

@@ -10,7 +10,7 @@ from drive import PROFILE, drive, seats_of
 from tiers import wait_bound
 
 from vllm_semantic_sched.policy.config import parse_policy
-from vllm_semantic_sched.policy.order.meter import AHEAD
+from vllm_semantic_sched.policy.facts.capacity import AHEAD
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.request import Run, SimRequest
 from vllm_semantic_sched.sim.snapshot import EngineSnapshot

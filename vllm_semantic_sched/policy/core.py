@@ -98,7 +98,7 @@ class SchedulingCore:
 
     def check(self, policy: Policy) -> None:
         """Raise PolicyError if the engine is too small for the reservations of a policy."""
-        self.seating.reservation.check(policy)
+        self.seating.limits.check(policy)
 
     def switch(self, policy: Policy, profile: EngineProfile) -> None:
         """Put a policy in force that `policy.live.check_live_change` accepts. All decisions use it
@@ -136,7 +136,7 @@ class SchedulingCore:
         self.seating.set_capacity(capacity, tokens_per_step)
         if keeps_accounts or ends_requests(self.policy):
             self.overload = OverloadControl(
-                self.policy_ref, self.estimates, self.holdings, capacity, seed
+                self.policy_ref, self.estimates, self.seating.limits, capacity, seed
             )
             self.lifecycle.later_listeners.append(self.overload)
 

@@ -229,7 +229,7 @@ class Eviction:
         gap = worst - self._seating.preempting_level(level)
         if gap <= 0:
             return False
-        if self._seating.reservation.lent(level):
+        if self._seating.limits.lent(level):
             return True
         # Weighted levels are one level: a seat that a short request got is not taken back at once.
         return gap >= limits.min_level_gap and not policy.weighted_levels.weighs(level)
@@ -271,7 +271,7 @@ class Eviction:
                     break
             if not seating.kv_peak.admits(job):
                 break
-            if not snapshot.is_ready(job) or not seating.tenant_caps.admits(job):
+            if not snapshot.is_ready(job) or not seating.limits.admits_tenant(job):
                 continue
             groups = snapshot.obstacles(job)
             if groups and not entitled:
@@ -353,7 +353,7 @@ class Eviction:
         may preempt.
         """
         takes_seat = job in self._seating.credits.may_take_seats
-        unweighed = takes_seat or self._seating.reservation.borrowed_from(job.level) is not None
+        unweighed = takes_seat or self._seating.limits.borrowed_from(job.level) is not None
         asked = (self._seating.policy, job, job.entitled_level, unweighed)
         if self._unpaid == asked:
             return []
@@ -404,7 +404,7 @@ class Eviction:
         """See `choose_victims`."""
         level, longer_than = job.entitled_level, self._much_longer_than(job)
         takes_seat = job in self._seating.credits.may_take_seats
-        borrowed = self._seating.reservation.borrowed_from(job.level)
+        borrowed = self._seating.limits.borrowed_from(job.level)
         return choose_victims(
             # Without an entitled level it takes a seat by its deadline.
             self._seating.preempting_level(job.level if level is None else level),
@@ -463,8 +463,8 @@ class Eviction:
         """A running job that must be preempted because a job grew or became less urgent, and the
         reason: `reservation` if less urgent tiers hold part of a hard reservation, `tenant_cap` if
         its tenant holds too much KV."""
-        above = self._seating.reservation.over_limit()
-        tenant = self._seating.tenant_caps.over_limit()
+        above = self._seating.limits.level_over_limit()
+        tenant = self._seating.limits.tenant_over_limit()
         if above is None and tenant is None:
             return None
         for job in self._running.by_eviction():

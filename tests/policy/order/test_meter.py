@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job, policy_ref, seated
 
-from vllm_semantic_sched.policy.facts.capacity import Holdings
-from vllm_semantic_sched.policy.order.meter import AHEAD, Meter
+from vllm_semantic_sched.policy.facts.capacity import AHEAD, Holdings
+from vllm_semantic_sched.policy.order.meter import Meter
 from vllm_semantic_sched.policy.order.queues import QueueRules
 from vllm_semantic_sched.policy.profile.formula import load_profile
 

@@ -12,10 +12,9 @@ from vllm_semantic_sched.policy.config.order import Tenants, TopLevelCap
 from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
-from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
+from vllm_semantic_sched.policy.facts.capacity import AHEAD, EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Rank
 from vllm_semantic_sched.policy.facts.prediction import Prediction
-from vllm_semantic_sched.policy.order.meter import AHEAD
 from vllm_semantic_sched.policy.order.queues import LevelQueue
 from vllm_semantic_sched.policy.order.tenants import (
     ANONYMOUS,

@@ -204,9 +204,9 @@ def _seating(core: SchedulingCore, counters: Counters) -> Gauges:
             return round(actual - due, 4)
 
         gauges["fair_share_deviation"] = _by_tier(core, deviation)
-    if seating.reservation.enabled:
+    if seating.limits.table.reserves:
         free_seats = {}
-        limits = zip(seating.reservation.soft, core.holdings.below, strict=True)
+        limits = zip(seating.limits.table.soft, core.holdings.below, strict=True)
         for name, (limit, less_urgent) in zip(core.policy.tier_names, limits, strict=True):
             if limit.seats < math.inf:
                 free_seats[name] = limit.seats - less_urgent.seats
@@ -222,7 +222,6 @@ def _overload(core: SchedulingCore) -> Gauges:
     """Gauges of pressure, shedding and promises. O(tiers)."""
     assert core.overload is not None
     load = core.overload.load
-    account = core.overload.account
     names = core.policy.tier_names
     use = load.use()
 
@@ -241,7 +240,9 @@ def _overload(core: SchedulingCore) -> Gauges:
             name: round(getattr(use, name), 4) for name in ("kv", "seats", "queue", "step")
         },
         "shed_tiers": float(sum(map(load.is_shed, range(len(names))))),
-        "queued_tokens": _by_tier(core, lambda level: round(account.levels[level].tokens)),
+        "queued_tokens": _by_tier(
+            core, lambda level: round(core.holdings.levels[level].queued_tokens)
+        ),
         "slo_compliance": promised(load.slo.compliance),
         "slo_headroom": promised(load.slo.headroom),
     }

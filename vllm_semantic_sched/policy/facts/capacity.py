@@ -1,9 +1,13 @@
-"""Seats and KV blocks: what the engine has, what a job needs, and what each job holds."""
+"""Seats, KV blocks and places in the queue: what the engine has, and what each group has of it."""
 
 from collections import defaultdict
 from dataclasses import dataclass
 
 from vllm_semantic_sched.policy.facts.job import Job, Seat
+
+AHEAD = 64
+"""Tokens of KV that a job is counted with beyond its own, and between two visits of the meter: 256
+running jobs cost four visits per step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +37,13 @@ class Need:
 
 @dataclass(slots=True)
 class Held:
-    """What the jobs of a level or of a tenant hold."""
+    """What the jobs of a group, a level or a tenant, have."""
 
     seats: int = 0
     blocks: int = 0
     tokens: float = 0.0  # KV tokens that they are predicted to need in the end
+    queued: int = 0  # those of them that wait for a first seat
+    queued_tokens: float = 0.0  # and their prompt and predicted output tokens
 
     def add(self, seats: int, blocks: int, tokens: float) -> None:
         """Change all three; negative to give back."""
@@ -45,24 +51,32 @@ class Held:
         self.blocks += blocks
         self.tokens = self.tokens + tokens if self.seats else 0.0  # clears rounding errors
 
+    def queue(self, requests: int, tokens: float) -> None:
+        """Change what waits for a first seat; negative to take away."""
+        self.queued += requests
+        self.queued_tokens = self.queued_tokens + tokens if self.queued else 0.0
+
 
 class Holdings:
-    """Gives jobs their `seat` record, and sums up what they hold. Changes are O(levels).
+    """Gives jobs their `seat` record, and sums up what they hold, in all, by level and by tenant.
+    Changes are O(levels).
 
-    A job counts from when it is taken out of the queue until it loses its seat, at its own level,
-    without what it gained by waiting. Its blocks are those that the meter reported last: up to
-    `order.meter.AHEAD` tokens too many, and shared blocks count for each job, to be safe.
+    A job holds a seat from when it is taken out of the queue until it loses it, and counts at its
+    own level, without what it gained by waiting. Its blocks are those that the meter reported last:
+    up to `AHEAD` tokens too many, and shared blocks count for each job, to be safe. What is queued
+    is counted by `overload.account.QueueAccount`, where there is one.
     """
 
     def __init__(self, levels: int) -> None:
         self.capacity: EngineCapacity | None = None  # until it is known, jobs count without blocks
+        self.all = Held()
         self.levels = [Held() for _ in range(levels)]
         # What all jobs less urgent than each level hold; `tokens` stays 0.
         self.below = [Held() for _ in range(levels)]
-        self.tenants: defaultdict[str, Held] = defaultdict(Held)  # with a seat
+        self.tenants: defaultdict[str, Held] = defaultdict(Held)
 
     def __len__(self) -> int:
-        return sum(held.seats for held in self.levels)
+        return self.all.seats
 
     def occupy(self, job: Job, tokens: int) -> Seat:
         """Record that a job has, or is about to get, a seat and KV for this many tokens."""
@@ -84,8 +98,7 @@ class Holdings:
         seat, job.seat = job.seat, None
         if seat is not None:
             self._add(job, -1, -seat.blocks, -seat.expected)
-            if not self.tenants[job.tenant].seats:
-                del self.tenants[job.tenant]
+            self.forget(job.tenant)
 
     def relevel(self, job: Job, before: int) -> None:
         """Move a job's holdings from level `before` to `job.level`."""
@@ -94,7 +107,14 @@ class Holdings:
             self._add_to_level(before, -1, -seat.blocks, -seat.expected)
             self._add_to_level(job.level, 1, seat.blocks, seat.expected)
 
+    def forget(self, tenant: str) -> None:
+        """Drop the record of a tenant that has nothing."""
+        held = self.tenants[tenant]
+        if not held.seats and not held.queued:
+            del self.tenants[tenant]
+
     def _add(self, job: Job, seats: int, blocks: int, tokens: float) -> None:
+        self.all.add(seats, blocks, tokens)
         self._add_to_level(job.level, seats, blocks, tokens)
         self.tenants[job.tenant].add(seats, blocks, tokens)
 

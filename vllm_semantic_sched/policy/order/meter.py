@@ -2,13 +2,10 @@
 
 from collections.abc import Callable
 
-from vllm_semantic_sched.policy.facts.capacity import Holdings
+from vllm_semantic_sched.policy.facts.capacity import AHEAD, Holdings
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job, Stint
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
-
-AHEAD = 64
-"""Tokens between two visits of a job: 256 running jobs cost four visits per step."""
 
 
 class Meter:

@@ -7,15 +7,14 @@ from operator import itemgetter
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.reference import PolicyRef
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
-from vllm_semantic_sched.policy.facts.capacity import Holdings
+from vllm_semantic_sched.policy.facts.capacity import AHEAD, Holdings
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job, Rank, rank_of
+from vllm_semantic_sched.policy.limits import Limits
 from vllm_semantic_sched.policy.order.credit import Overtaking
 from vllm_semantic_sched.policy.order.fair_share import FairShare
 from vllm_semantic_sched.policy.order.kv_peak import KvPeak
-from vllm_semantic_sched.policy.order.meter import AHEAD
-from vllm_semantic_sched.policy.order.reservation import Reservation
-from vllm_semantic_sched.policy.order.tenants import ANONYMOUS, TenantCaps, VirtualCounters
+from vllm_semantic_sched.policy.order.tenants import ANONYMOUS, VirtualCounters
 
 
 class QueueRules:
@@ -30,8 +29,7 @@ class QueueRules:
         self.holdings = Holdings(policy.levels)
         self.overtaking = Overtaking(ref)
         self.fair_share = FairShare(ref)
-        self.reservation = Reservation(ref, self.holdings)
-        self.tenant_caps = TenantCaps(ref, self.holdings)
+        self.limits = Limits(ref, self.holdings)
         self.kv_peak = KvPeak(ref, estimates.tokens)
         self._estimates = estimates
 
@@ -51,20 +49,17 @@ class QueueRules:
 
     def admits(self, job: Job) -> bool:
         """Whether a job may have a seat now; a level whose first job may not is skipped."""
-        return (
-            not self.tenant_caps.limits or self.tenant_caps.admits(job)
-        ) and self.reserves_admit(job)
+        return self.limits.admits_tenant(job) and self.reserves_admit(job)
 
     def reserves_admit(self, job: Job) -> bool:
         """Whether hard reservations leave a job what it needs."""
-        return not self.reservation.has_hard or self.reservation.admits(
-            job.level, job.tokens + AHEAD
-        )
+        return self.limits.admits_level(job.level, job.tokens + AHEAD)
 
     @property
     def has_limits(self) -> bool:
         """Whether `admits` may refuse."""
-        return self.tenant_caps.limits or self.reservation.has_hard
+        table = self.limits.table
+        return table.caps_tenants or table.reserves_hard
 
     def admission_seconds(self, job: Job) -> float:
         """Engine time until a job can decode: load and prefill."""
@@ -175,7 +170,7 @@ class LevelQueue:
             return self._queues[ANONYMOUS].peek() if self._queues else None
         for _, tenant in self.counters.ordered():
             head = self._queues[tenant].peek()
-            if head is not None and self._rules.tenant_caps.admits(head[1]):
+            if head is not None and self._rules.limits.admits_tenant(head[1]):
                 return head
         return None
 
@@ -188,7 +183,7 @@ class LevelQueue:
             return
         for _, tenant in self.counters.ordered() if self._by_tenant else ():
             first = self._queues[tenant].peek()
-            if first is None or self._rules.tenant_caps.admits(first[1]):
+            if first is None or self._rules.limits.admits_tenant(first[1]):
                 return
             yield tenant
 

@@ -6,10 +6,10 @@ from types import MappingProxyType
 from vllm_semantic_sched.policy.config.reference import Derived, PolicyRef
 from vllm_semantic_sched.policy.estimates.decision import LevelWorth, level_worth
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
-from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Need
+from vllm_semantic_sched.policy.facts.capacity import AHEAD, EngineCapacity, Need
 from vllm_semantic_sched.policy.facts.job import Charge, Job, PassCause
 from vllm_semantic_sched.policy.order.credit import CreditTimers
-from vllm_semantic_sched.policy.order.meter import AHEAD, Meter
+from vllm_semantic_sched.policy.order.meter import Meter
 from vllm_semantic_sched.policy.order.precedence import Precedence
 from vllm_semantic_sched.policy.order.queues import QueueRules
 from vllm_semantic_sched.policy.order.tenants import TopLevelGuard
@@ -34,7 +34,7 @@ class Seating(QueueRules):
     def set_capacity(self, capacity: EngineCapacity, tokens_per_step: int) -> None:
         """See `SchedulingCore.set_capacity`."""
         self.holdings.capacity = capacity
-        self.reservation.capacity_known()
+        self.limits.capacity_known()
         self.kv_peak.set_capacity(capacity)
         self.meter.tokens_per_step = tokens_per_step
 
@@ -136,7 +136,7 @@ class Seating(QueueRules):
 
     def shortage(self, job: Job) -> Need:
         """What less urgent tiers must free before hard reservations admit a job."""
-        return self.reservation.shortage(job.level, job.tokens + AHEAD)
+        return self.limits.shortage(job.level, job.tokens + AHEAD)
 
     @property
     def timeless(self) -> bool:
@@ -148,7 +148,7 @@ class Seating(QueueRules):
     def metered(self) -> bool:
         """Whether order and right to preempt depend on what running jobs use as well."""
         policy = self.ref.policy
-        return policy.tenants.fair or policy.fair_share.enabled or self.reservation.enabled
+        return policy.tenants.fair or policy.fair_share.enabled or self.limits.table.reserves
 
     def _start_timers(self, job: Job) -> None:
         self.credits.wait(job, self.ref.policy.all_tiers[job.level].slo)

@@ -1,4 +1,4 @@
-"""Fairness among tenants within a level, and caps on a tenant's use.
+"""Fairness among tenants within a level, and a cap on their requests at the top levels.
 
 Fairness follows virtual token counters (Sheng et al. 2024, Fairness in Serving Large Language
 Models, algorithm 2), counted in engine seconds: within a level the tenant with the least service is
@@ -12,10 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_semantic_sched.policy.config.reference import PolicyRef
-from vllm_semantic_sched.policy.facts.capacity import Holdings
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
-from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.order.meter import AHEAD
 
 ANONYMOUS = ""
 
@@ -36,8 +33,8 @@ def read_tenant(extra_args: Any) -> str:
 
 
 class VirtualCounters:
-    """Service of tenants at one level; `len` counts the waiting ones. Counters of others are kept for
-    the latest `_MOST_TENANTS`."""
+    """Service of tenants at one level; `len` counts the waiting ones. Those that do not wait are
+    remembered up to `_MOST_TENANTS`, the latest."""
 
     def __init__(self) -> None:
         self._waiting: AddressableHeap[str] = AddressableHeap()  # tenants by their counters
@@ -145,45 +142,3 @@ class TopLevelGuard:
             self.count += 1
             return _TOP_LEVELS
         return level
-
-
-class TenantCaps:
-    """Limits the seats and KV blocks of each tenant, so that others find some free at once. One
-    request of any size is always allowed, and all are until the engine's capacity is known."""
-
-    def __init__(self, ref: PolicyRef, holdings: Holdings) -> None:
-        self._ref = ref
-        self._holdings = holdings
-
-    @property
-    def limits(self) -> bool:
-        """Whether there is any limit; else `admits` is always True."""
-        caps = self._ref.policy.tenants
-        return caps.seats < 1.0 or caps.kv < 1.0
-
-    def admits(self, job: Job) -> bool:
-        """Whether a waiting job's tenant may have a seat and KV for it now. O(1)."""
-        if not self.limits:
-            return True
-        held, capacity = self._holdings.tenants.get(job.tenant), self._holdings.capacity
-        if held is None or capacity is None:
-            return True
-        share, limit = self._ref.policy.tenants.seats, self._block_limit
-        if share < 1.0 and held.seats >= int(share * capacity.seats):
-            return False
-        return limit is None or held.blocks + capacity.blocks_for(job.tokens + AHEAD) <= limit
-
-    def over_limit(self) -> str | None:
-        """A tenant with several requests and more KV than its cap, in O(tenants with a seat)."""
-        limit = self._block_limit
-        if limit is None:
-            return None
-        tenants = self._holdings.tenants.items()
-        return next((at for at, held in tenants if held.seats > 1 and held.blocks > limit), None)
-
-    @property
-    def _block_limit(self) -> float | None:
-        share, capacity = self._ref.policy.tenants.kv, self._holdings.capacity
-        if share >= 1.0 or capacity is None or capacity.blocks is None:
-            return None
-        return share * capacity.blocks

@@ -1,25 +1,11 @@
-"""Requests that wait for a first seat, by level and tenant: number, tokens, age."""
+"""Requests that wait for a first seat: their places in the queue, age and timeouts."""
 
-from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from vllm_semantic_sched.policy.facts.capacity import Holdings
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job
-
-
-@dataclass(slots=True)
-class Amount:
-    """Number of requests, and their prompt and predicted output tokens."""
-
-    requests: int = 0
-    tokens: float = 0.0
-
-    def add(self, requests: int, tokens: float) -> None:
-        """Change both; negative to take away."""
-        self.requests += requests
-        self.tokens = self.tokens + tokens if self.requests else 0.0  # clears rounding errors
 
 
 class Entry(NamedTuple):
@@ -32,23 +18,14 @@ class Entry(NamedTuple):
 
 
 class QueueAccount:
-    """Requests that have not had a seat yet, so without preempted ones: their number and tokens in
-    all, by level and by tenant. Operations are O(levels) or O(log n)."""
+    """Requests that have not had a seat yet, so without preempted ones; their number and tokens are
+    in `holdings`. Operations are O(levels) or O(log n)."""
 
-    def __init__(self, levels: int) -> None:
-        self.all = Amount()
-        self.levels = [Amount() for _ in range(levels)]
-        self._jobs: list[dict[Job, None]] = [{} for _ in range(levels)]  # oldest first
-        self._tenants: defaultdict[str, Amount] = defaultdict(Amount)
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = holdings
+        self._jobs: list[dict[Job, None]] = [{} for _ in holdings.levels]  # oldest first
         self.entries: dict[Job, Entry] = {}
         self._deadlines: AddressableHeap[Job] = AddressableHeap()
-
-    def tenant(self, tenant: str) -> Amount:
-        return self._tenants.get(tenant) or Amount()
-
-    def tokens_up_to(self, level: int) -> float:
-        """Waiting tokens of requests at least as urgent as a level."""
-        return sum(each.tokens for each in self.levels[: level + 1])
 
     def enter(self, job: Job, entry: Entry, timeout: float | None) -> None:
         """Add a request, as the newest of its level."""
@@ -65,8 +42,7 @@ class QueueAccount:
             return None
         del self._jobs[entry.level][job]
         self._add(entry, -1, -entry.tokens)
-        if not self._tenants[entry.tenant].requests:
-            del self._tenants[entry.tenant]
+        self._holdings.forget(entry.tenant)
         self._deadlines.discard(job)
         return entry
 
@@ -86,5 +62,10 @@ class QueueAccount:
         return next(reversed(jobs)) if jobs else None
 
     def _add(self, entry: Entry, requests: int, tokens: float) -> None:
-        for amount in (self.all, self.levels[entry.level], self._tenants[entry.tenant]):
-            amount.add(requests, tokens)
+        holdings = self._holdings
+        for held in (
+            holdings.all,
+            holdings.levels[entry.level],
+            holdings.tenants[entry.tenant],
+        ):
+            held.queue(requests, tokens)

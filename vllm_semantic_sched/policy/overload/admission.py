@@ -6,7 +6,9 @@ from random import Random
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.overload import Admission
 from vllm_semantic_sched.policy.config.tiers import TierQueue, target_shares
+from vllm_semantic_sched.policy.facts.capacity import Held
 from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.limits import Scope
 from vllm_semantic_sched.policy.overload.account import Entry
 from vllm_semantic_sched.policy.overload.load import LoadMonitor, PressureLevel
 from vllm_semantic_sched.policy.overload.refusal import Code
@@ -52,26 +54,29 @@ def judge(
 ) -> Verdict:
     """Whether a new request is admitted. As many requests as there are free seats are admitted
     beyond the bounds on the queue, because they will not wait."""
-    level, tier, account = entry.level, load.tiers[entry.level], load.account
+    level, tier, holdings = entry.level, load.tiers[entry.level], load.holdings
     if load.is_shed(level):
         return Verdict(Code.SHED, SHED.format(tier=tier.name))
     if rules.over_share != "off" and load.pressure.level:
         reason = _over_share(level, load, rules, random)
         if reason is not None:
             return Verdict(Code.TIER_OVER_SHARE, reason)
-    if account.all.requests < free_seats:
+    if holdings.all.queued < free_seats:
         return ADMITTED
-    tenant, own = account.tenant(entry.tenant), account.levels[level]
-    for code, whose, waiting, most in (
-        (Code.TENANT_OVER_SHARE, "This tenant's", tenant, rules.tenant.requests),
-        (Code.OVER_CAPACITY, f"Tier {tier.name!r}: the", own, tier.queue.requests),
-        (Code.OVER_CAPACITY, "The", account.all, rules.queue.requests),
+    limits = load.limits.table
+    tenant = holdings.tenants.get(entry.tenant) or Held()
+    for limit, held, whose in (
+        (limits.tenant, tenant, "This tenant's"),
+        (limits.tiers[level], holdings.levels[level], f"Tier {tier.name!r}: the"),
+        (limits.all, holdings.all, "The"),
     ):
-        if most is not None and waiting.requests >= most + free_seats:
-            replaced = account.least_important(level) if waiting is account.all else None
-            if replaced is not None:
-                return Verdict(replaced=replaced)
-            return Verdict(code, f"{whose} queue is full: {waiting.requests} requests of {most}")
+        if held.queued >= limit.queued + free_seats:
+            if limit.scope is Scope.ALL and (worst := load.account.least_important(level)):
+                return Verdict(replaced=worst)
+            of_tenant = limit.scope is Scope.TENANT
+            code = Code.TENANT_OVER_SHARE if of_tenant else Code.OVER_CAPACITY
+            reason = f"{whose} queue is full: {held.queued} requests of {limit.queued}"
+            return Verdict(code, reason)
     return ADMITTED
 
 

@@ -8,8 +8,9 @@ from random import Random
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.reference import Derived, PolicyRef
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
-from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings
+from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState
+from vllm_semantic_sched.policy.limits import Limits
 from vllm_semantic_sched.policy.overload.account import Entry
 from vllm_semantic_sched.policy.overload.admission import SHED, admits_all, judge
 from vllm_semantic_sched.policy.overload.dedup import DedupIndex
@@ -34,14 +35,14 @@ class OverloadControl(Listener):
         self,
         ref: PolicyRef,
         estimates: Estimator,
-        holdings: Holdings,
+        limits: Limits,
         capacity: EngineCapacity,
         seed: int,
     ) -> None:
         self._estimates = estimates
         self._random = Random(seed)
         self.dedup = DedupIndex()
-        self.load = LoadMonitor(ref, estimates, holdings, capacity)
+        self.load = LoadMonitor(ref, estimates, limits, capacity)
         self.account = self.load.account
         self._ref = ref
         self._admits_all = Derived(ref, admits_all)

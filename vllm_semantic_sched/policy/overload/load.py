@@ -10,8 +10,9 @@ from vllm_semantic_sched.policy.config.overload import Pressure, Threshold
 from vllm_semantic_sched.policy.config.reference import Derived, PolicyRef
 from vllm_semantic_sched.policy.config.tiers import Tier
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
-from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings
+from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.limits import Limits
 from vllm_semantic_sched.policy.overload.account import QueueAccount
 from vllm_semantic_sched.policy.overload.slo import SloMonitor
 
@@ -140,12 +141,13 @@ class LoadMonitor:
     """Monitors predicted work, pressure, promises and shed tiers."""
 
     def __init__(
-        self, ref: PolicyRef, estimates: Estimator, holdings: Holdings, capacity: EngineCapacity
+        self, ref: PolicyRef, estimates: Estimator, limits: Limits, capacity: EngineCapacity
     ) -> None:
         self._ref = ref
         self._estimates = estimates
-        self._holdings = holdings
-        self.account = QueueAccount(ref.policy.levels)
+        self.limits = limits
+        self.holdings = limits.holdings
+        self.account = QueueAccount(self.holdings)
         self._seats = max(1, capacity.seats)
         # Without a limit of blocks, KV is never short.
         blocks = math.inf if capacity.blocks is None else capacity.blocks
@@ -176,7 +178,7 @@ class LoadMonitor:
 
     def runs(self, job: Job) -> None:
         """Update the expected tokens of a running job."""
-        self._holdings.expect(job, self._estimates.tokens(job))
+        self.holdings.expect(job, self._estimates.tokens(job))
 
     def first_token(self, job: Job) -> None:
         """Record a job's time to first token."""
@@ -195,7 +197,7 @@ class LoadMonitor:
     def stepped(self, now: float, kv_use: float) -> None:
         """Record the begin of an engine step; `kv_use` is the share of KV blocks in use."""
         self._kv_use = kv_use
-        if self._stepped is not None and len(self._holdings):
+        if self._stepped is not None and len(self.holdings):
             seconds = now - self._stepped
             if 0 <= seconds < _LONGEST_STEP:
                 fade = 0.5 ** (seconds / _HALF_LIFE)
@@ -212,30 +214,30 @@ class LoadMonitor:
         self.slo.advance(now)
         self._recent.advance(now)
         self.pressure.observe(self.use(), self._ref.policy.pressure, now)
-        calm = not self.pressure.present and self.account.all.requests < self._seats
+        calm = not self.pressure.present and self.holdings.all.queued < self._seats
         self.shedder.observe(self._broken(now), calm, now)
 
     # Derived state
 
     def use(self) -> Use:
         """Use of each resource, now and as predicted."""
-        waiting, bound = self.account.all.requests, self._ref.policy.admission.queue.requests
+        waiting = self.holdings.all.queued
         promised = [tier.slo.tpot for tier in self.tiers if tier.slo.tpot is not None]
         return Use(
             kv=max(self._kv_use, self._predicted_tokens() / self._kv_tokens),
-            seats=(len(self._holdings) + waiting) / self._seats,
-            queue=waiting / bound if bound else 0.0,
-            step=self._step_seconds / min(promised) if promised and len(self._holdings) else 0.0,
+            seats=(len(self.holdings) + waiting) / self._seats,
+            queue=waiting / self.limits.table.all.queued,
+            step=self._step_seconds / min(promised) if promised and len(self.holdings) else 0.0,
         )
 
     def outstanding(self) -> list[float]:
         """Predicted tokens of waiting and running jobs, per level."""
-        pairs = zip(self._holdings.levels, self.account.levels, strict=True)
-        return [held.tokens + waiting.tokens for held, waiting in pairs]
+        return [held.tokens + held.queued_tokens for held in self.holdings.levels]
 
     def drain_seconds(self, level: int) -> float:
         """Predicted time to clear waiting work at least as urgent, and half of the running work."""
-        ahead = self.account.tokens_up_to(level) + self._predicted_tokens() / 2
+        waiting = sum(held.queued_tokens for held in self.holdings.levels[: level + 1])
+        ahead = waiting + self._predicted_tokens() / 2
         if self._busy_seconds >= _ENOUGH and self._finished_tokens > 0:
             return ahead / (self._finished_tokens / self._busy_seconds)
         # By the profile, with all seats decoding.
@@ -263,7 +265,7 @@ class LoadMonitor:
 
     def _predicted_tokens(self) -> float:
         """Total KV tokens that running jobs are predicted to need."""
-        return sum(held.tokens for held in self._holdings.levels)
+        return sum(held.tokens for held in self.holdings.levels)
 
     def _record(self, job: Job, now: float, **seconds: float | None) -> None:
         for monitor in (self.slo, self._recent):

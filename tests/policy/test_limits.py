@@ -1,4 +1,4 @@
-"""Reserved seats and KV blocks."""
+"""Reserved seats and KV blocks, and how limits count."""
 
 import pytest
 from hypothesis import given
@@ -6,23 +6,22 @@ from hypothesis import strategies as st
 from jobs import make_job, policy_of, policy_ref
 
 from vllm_semantic_sched.policy.config import parse_policy
+from vllm_semantic_sched.policy.config.reference import PolicyRef
 from vllm_semantic_sched.policy.config.section import PolicyError
-from vllm_semantic_sched.policy.config.tiers import Reserve, Tier
+from vllm_semantic_sched.policy.config.tiers import Reserve, Tier, TierQueue
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings, Need
-from vllm_semantic_sched.policy.order.reservation import Reservation
+from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Held, Holdings, Need
+from vllm_semantic_sched.policy.limits import Limit, Limits, Scope
 from vllm_semantic_sched.policy.profile.formula import load_profile
 
 CAPACITY = EngineCapacity(seats=10, blocks=100, block_size=16)
 
 
-def reservation(
-    *reserves: Reserve, capacity: EngineCapacity = CAPACITY
-) -> tuple[Reservation, Holdings]:
+def reservation(*reserves: Reserve, capacity: EngineCapacity = CAPACITY) -> tuple[Limits, Holdings]:
     holdings = Holdings(len(reserves))
     holdings.capacity = capacity
     tiers = [Tier(name=str(level), reserve=reserve) for level, reserve in enumerate(reserves)]
-    return Reservation(policy_ref(tiers), holdings), holdings
+    return Limits(policy_ref(tiers), holdings), holdings
 
 
 NONE = Reserve()
@@ -51,7 +50,7 @@ def test_admissions_never_break_hard_reservations(reserves, moves) -> None:
     for kind, level, tokens in moves:
         if kind == "take":
             job = make_job(level)
-            admitted = kept.admits(level, tokens)
+            admitted = kept.admits_level(level, tokens)
             seats, blocks, alone = 0, 0.0, True
             for above, reserve in enumerate(reserves):
                 if reserve.mode == "hard":
@@ -88,28 +87,28 @@ def test_tiers_may_use_their_own_and_less_urgent_reservations() -> None:
     kept, holdings = reservation(Reserve(seats=2), Reserve(seats=3), NONE)
     for _ in range(5):
         holdings.occupy(make_job(2), 16)
-    assert not kept.admits(2, 16) and kept.admits(1, 16)
+    assert not kept.admits_level(2, 16) and kept.admits_level(1, 16)
     for _ in range(3):
         holdings.occupy(make_job(1), 16)
-    assert not kept.admits(1, 16) and kept.admits(0, 16)
+    assert not kept.admits_level(1, 16) and kept.admits_level(0, 16)
     assert kept.shortage(1, 16) == Need(1, 0)
     assert kept.shortage(2, 16) == Need(1, 0) and kept.shortage(0, 16) == Need(0, 0)
 
 
 def test_single_request_may_exceed_its_block_limit() -> None:
     kept, holdings = reservation(Reserve(kv=0.5), NONE)
-    assert kept.admits(1, 16 * 90)
+    assert kept.admits_level(1, 16 * 90)
     holdings.occupy(make_job(1), 16 * 90)
-    assert not kept.admits(1, 16) and kept.over_limit() is None
+    assert not kept.admits_level(1, 16) and kept.level_over_limit() is None
     holdings.occupy(make_job(1), 16)
-    assert kept.over_limit() == 0
+    assert kept.level_over_limit() == 0
 
 
 def test_borrowers_are_found_until_enough_is_returned() -> None:
     kept, holdings = reservation(Reserve(seats=4, mode="soft"), NONE, NONE)
     jobs = [make_job(2) for _ in range(8)]
     for job in jobs:
-        assert kept.admits(2, 16)
+        assert kept.admits_level(2, 16)
         holdings.occupy(job, 16)
     assert kept.lent(0) and not kept.lent(1)
     borrowed = kept.borrowed_from(0)
@@ -126,12 +125,14 @@ def test_reservation_that_leaves_nothing_for_others_raises(reserve) -> None:
     kept, _holdings = reservation(Reserve(seats=1), NONE)
     with pytest.raises(PolicyError):
         kept.check(policy_of([Tier(name="a", reserve=reserve), Tier(name="b")]))
-    assert kept.soft[0].seats == 9
+    assert kept.table.soft[0].seats == 9
 
 
 def test_all_jobs_are_admitted_without_reservations() -> None:
     kept, _holdings = reservation(NONE, NONE)
-    assert not kept.enabled and kept.admits(1, 10**6) and kept.over_limit() is None
+    assert (
+        not kept.table.reserves and kept.admits_level(1, 10**6) and kept.level_over_limit() is None
+    )
 
 
 def test_new_reservations_count_once_capacity_is_known() -> None:
@@ -141,7 +142,7 @@ def test_new_reservations_count_once_capacity_is_known() -> None:
         parse_policy({"levels": 2, "default_level": 1, "tiers": tiers}), load_profile("default")
     )
     core.set_capacity(CAPACITY)
-    assert core.seating.reservation.soft[0].seats == 7
+    assert core.seating.limits.table.soft[0].seats == 7
 
 
 def test_policy_whose_reservations_are_too_large_changes_nothing() -> None:
@@ -152,3 +153,31 @@ def test_policy_whose_reservations_are_too_large_changes_nothing() -> None:
         tiers = [Tier(name="a", reserve=Reserve(seats=10)), Tier(name="b")]
         core.switch(policy_of(tiers), load_profile("default"))
     assert core.policy is before and not core.outdated
+
+
+def test_a_group_may_have_one_request_of_any_size() -> None:
+    limit = Limit(Scope.TENANT, seats=2, kv=10)
+    assert limit.admits(Held(), blocks=99)
+    assert limit.admits(Held(seats=1, blocks=4), blocks=6)
+    assert not limit.admits(Held(seats=1, blocks=5), blocks=6)
+    assert not limit.admits(Held(seats=2), blocks=1)
+    assert not limit.exceeded_by(Held(seats=1, blocks=99)) and limit.exceeded_by(Held(2, 11))
+
+
+def test_one_table_has_the_limits_of_tiers_tenants_and_queues() -> None:
+    tiers = [
+        Tier(name="a", reserve=Reserve(seats=4)),
+        Tier(name="b", queue=TierQueue(requests=7)),
+    ]
+    policy = policy_of(
+        tiers,
+        tenants={"fair": True, "seats": 0.25, "kv": 0.5},
+        admission={"queue": {"requests": 9}, "tenant": {"requests": 3}},
+    )
+    holdings = Holdings(2)
+    holdings.capacity = CAPACITY
+    table = Limits(PolicyRef(policy), holdings).table
+    assert table.hard[0] == Limit(Scope.LESS_URGENT, seats=6)
+    assert table.tiers == [Limit(Scope.TIER), Limit(Scope.TIER, queued=7)]
+    assert table.tenant == Limit(Scope.TENANT, seats=2, kv=50, queued=3)
+    assert table.all == Limit(Scope.ALL, queued=9)
