@@ -1,7 +1,6 @@
 """Properties of every simulation, for any load, engine and policy."""
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -9,8 +8,8 @@ from drive import seats_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.facts.job import Job, PassCause
-from vllm_semantic_sched.policy.order.precedence import Precedence
+from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.order.inversions import InversionCause, Inversions
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.metrics import Recorder
 from vllm_semantic_sched.sim.scenario import Scenario, parse_scenarios
@@ -141,17 +140,17 @@ def test_no_urgent_request_waits_for_a_less_urgent_seat(scenario: Scenario) -> N
 
 @settings(max_examples=60)
 @given(scenarios())
-def test_passed_and_outrun_requests_break_the_orders(scenario: Scenario) -> None:
+def test_inversions_break_the_orders(scenario: Scenario) -> None:
     seated: dict[str, int] = {}
 
-    def seat(self: Precedence, job: Job, passes: Mapping[int, PassCause]) -> None:
+    def seat(self: Inversions, job: Job) -> None:
         seated[job.request_id] = len(seated)
-        record(self, job, passes)
+        record(self, job)
 
     recorder = Recorder(scenario.slos("it"))
     with pytest.MonkeyPatch.context() as patch:
-        record = Precedence.seat
-        patch.setattr(Precedence, "seat", seat)
+        record = Inversions._seated
+        patch.setattr(Inversions, "_seated", seat)
         runs = simulate(scenario, "it").runs
     served = [run for run in runs if run.started is not None]
     for run in served:
@@ -160,27 +159,27 @@ def test_passed_and_outrun_requests_break_the_orders(scenario: Scenario) -> None
             for other in served
             if other.request.index > run.request.index and other.request.level > run.request.level
         ]
-        passed = any(seated[o.job.request_id] < seated[run.job.request_id] for o in later)
-        assert (run.job.passed is not None) == passed
+        inverted = any(seated[o.job.request_id] < seated[run.job.request_id] for o in later)
+        assert (run.seat_inversion is not None) == inverted
         if scenario.settings.workload.hints:
-            assert run.job.passed not in (PassCause.UNREAD, PassCause.MISREAD)
+            assert run.seat_inversion not in (InversionCause.UNREAD, InversionCause.MISREAD)
     finished = [run for run in served if run.finish is not None]
     for run in finished:
-        outrun = any(  # eq. 2 as printed, negated
+        inverted = any(  # eq. 2 as printed, negated
             other.finish < run.finish
             and not (other.finish < run.job.arrival or other.request.level <= run.request.level)
             for other in finished
         )
-        assert run.job.outrun == outrun
+        assert run.finish_inversion == inverted
     for run in finished:
         recorder.add(run)
     if finished:
         row = recorder.levels()["all"]
-        counts = Counter(run.job.passed for run in finished)
+        counts = Counter(run.seat_inversion for run in finished)
         assert row["seat_order_violations"] == pytest.approx(1 - counts[None] / len(finished))
-        violations = sum(run.job.outrun for run in finished) / len(finished)
+        violations = sum(run.finish_inversion for run in finished) / len(finished)
         assert row["finish_order_violations"] == pytest.approx(violations)
-        for cause in PassCause:
+        for cause in InversionCause:
             share = row[f"seat_order_{cause.value}"]
             assert share == pytest.approx(counts[cause] / len(finished))
 

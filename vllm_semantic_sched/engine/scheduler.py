@@ -96,7 +96,10 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             policy, profile, clock=self.clock, on_error=self.guard.failed
         )
         self._event_log = self._open_event_log(core)
-        core.lifecycle.later_listeners.append(RequestMetrics(core, self.counters))
+        metrics = RequestMetrics(core, self.counters)
+        if self._event_log is not None:
+            metrics.watch_order()
+        core.lifecycle.later_listeners.append(metrics)
         # Each group of layers has blocks of its own.
         blocks = vllm_api.total_kv_blocks(self) // vllm_api.kv_cache_groups(self) or None
         capacity = EngineCapacity(vllm_api.seats(self), blocks, self.block_size)

@@ -23,6 +23,7 @@ from vllm_semantic_sched.policy.facts.job import (
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.holds.budget import Protection
 from vllm_semantic_sched.policy.levels import Levels
+from vllm_semantic_sched.policy.order.inversions import Inversions
 from vllm_semantic_sched.policy.order.queues import QueueRules
 from vllm_semantic_sched.policy.order.running import RunningSet
 from vllm_semantic_sched.policy.order.seating import Seating
@@ -150,6 +151,11 @@ class SchedulingCore:
         )
         self.lifecycle.journal = journal
         self.lifecycle.waits = waits
+
+    def watch_order(self, inversions: Inversions) -> None:
+        """Look for inversions of the order by urgency; call it before the first request."""
+        self.seating.inversions = inversions
+        self.lifecycle.later_listeners.append(inversions)
 
     def read_hints(self, extra_args: Any, priority: Any) -> Hint:
         """See `estimates.decision.read_hints`."""
@@ -388,9 +394,6 @@ class SchedulingCore:
         now = self.lifecycle.clock()
         if job in self.running:
             self.eviction.seat_freed(now)
-        if state is JobState.COMPLETED:
-            order = self.seating.precedence
-            job.outrun = order.finish(order.level_of(job), job.arrival, now)
         self._leave(job)
         self.lifecycle.move(job, state, reason, beneficiary=beneficiary)
         self.estimates.learn(job, end)

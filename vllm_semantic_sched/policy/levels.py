@@ -65,8 +65,9 @@ class Levels:
         if prediction is not None and prediction.unreadable:
             prediction = None
         unread, before = job.level_unread, job.level
-        if job.started is None and unread:
-            self._seating.precedence.read(job)
+        inversions = self._seating.inversions
+        if inversions is not None and job.started is None and unread:
+            inversions.read(job)
         job.awaits_prediction = False
         job.read_at = self._lifecycle.clock()
         job.drafted_seconds = job.drafted_tokens = None  # estimated without it

@@ -12,6 +12,7 @@ from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState
+from vllm_semantic_sched.policy.order.inversions import InversionCause, Inversions
 from vllm_semantic_sched.policy.orders import End, Orders, Victim
 from vllm_semantic_sched.policy.overload.refusal import DROPPED
 from vllm_semantic_sched.policy.profile.cost import loads_beside_steps
@@ -88,8 +89,21 @@ class Engine(Accounts):
         # No job has come, gone or moved since the last step began, or was decided.
         self._unchanged = self._settled = False
         self._repeating = False  # the last step repeated the one before
-        core.seating.precedence.level_of = lambda job: self.runs[job].request.level
+        core.watch_order(
+            Inversions(
+                core.policy.levels,
+                self._seat_inverted,
+                self._finish_inverted,
+                level_of=lambda job: self.runs[job].request.level,
+            )
+        )
         self.held: dict[Job, float] = {}  # running jobs without a token in this step, since when
+
+    def _seat_inverted(self, job: Job, cause: InversionCause) -> None:
+        self.runs[job].seat_inversion = cause
+
+    def _finish_inverted(self, job: Job) -> None:
+        self.runs[job].finish_inversion = True
 
     # Requests
 

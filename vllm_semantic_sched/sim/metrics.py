@@ -10,12 +10,12 @@ from typing import Self
 import numpy as np
 
 from vllm_semantic_sched.policy.config.tiers import Slo
-from vllm_semantic_sched.policy.facts.job import PassCause
+from vllm_semantic_sched.policy.order.inversions import InversionCause
 from vllm_semantic_sched.policy.overload.slo import targets
 from vllm_semantic_sched.sim.request import Run
 
 ALL = "all"  # the row over all levels
-_SEAT_ORDER = {f"seat_order_{cause.value}": cause for cause in PassCause}
+_SEAT_ORDER = {f"seat_order_{cause.value}": cause for cause in InversionCause}
 
 METRICS = {
     "count": "requests, finished and refused",
@@ -47,12 +47,12 @@ METRICS = {
 """Columns of the results. Levels without an SLO have neither `slo_met` nor `goodput`."""
 
 _TIMES = ("arrival", "started", "first_token", "finish")
-_COLUMNS = ("level", "tokens", "recomputes", "swaps", "held", "outrun", "cause", *_TIMES)
-_CAUSES = {cause: place for place, cause in enumerate((None, *PassCause))}
+_COLUMNS = ("level", "tokens", "recomputes", "swaps", "held", "inverted", "cause", *_TIMES)
+_CAUSES = {cause: place for place, cause in enumerate((None, *InversionCause))}
 _BLOCK = 32_768  # finished requests that are added to the metrics at a time
 _PERCENTILES = {"e2e": {"e2e_p50": 50, "e2e_p99": 99}, "ttft": {"ttft_p99": 99}}
 _MEANS = ("e2e", "ttft", "tpot", "queueing", "held")
-_COUNTS = ("tokens", "recomputes", "swaps", "outrun", "promised", "kept")
+_COUNTS = ("tokens", "recomputes", "swaps", "inverted", "promised", "kept")
 _SUMMED = (*_MEANS, *_COUNTS, *_SEAT_ORDER, "normalized")
 _DEPTH_BINS = 256
 _Block = dict[str, np.ndarray]  # finished requests: a column per property
@@ -85,8 +85,8 @@ class Recorder:
                 run.recomputes,
                 run.swaps,
                 run.held,
-                run.job.outrun,
-                _CAUSES[run.job.passed],
+                run.finish_inversion,
+                _CAUSES[run.seat_inversion],
                 request.arrival,
                 run.started,
                 run.first_token,
@@ -187,7 +187,7 @@ class _Row:
                 **{name: sums[name] for name in ("recomputes", "swaps")},
                 "preemptions_per_minute": (sums["recomputes"] + sums["swaps"]) / span * 60,
                 "tokens_per_second": sums["tokens"] / span,
-                "finish_order_violations": sums["outrun"] / finished,
+                "finish_order_violations": sums["inverted"] / finished,
                 "seat_order_violations": sum(sums[name] for name in _SEAT_ORDER) / finished,
                 **{name: sums[name] / finished for name in _SEAT_ORDER},
             }

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.prediction import Prediction
+from vllm_semantic_sched.policy.order.inversions import InversionCause
 from vllm_semantic_sched.policy.record.spans import Span
 
 
@@ -46,6 +47,9 @@ class Run:
     cached: int = 0  # how many of its blocks the prefix cache has for it
     shared: int = 0  # how many of these it found there
     refused: str = ""  # code of its refusal
+    # See `policy.order.inversions`, by true urgency.
+    seat_inversion: InversionCause | None = None
+    finish_inversion: bool = False
 
     def span(self, start: float, end: float, kind: str, held: float = 0.0) -> Span:
         """A part of its time in the engine, see `Span`."""

@@ -184,7 +184,8 @@ def test_requests_are_counted_per_tier(tmp_path) -> None:
 
 def test_seat_order_violations_are_counted_with_the_cause(tmp_path) -> None:
     path = tmp_path / "policy.yaml"
-    path.write_text(TIERS + "tenants: {fair: true, seats: 0.5}\n")
+    log = f"events: {{path: {tmp_path / 'events.jsonl'}}}\n"
+    path.write_text(TIERS + "tenants: {fair: true, seats: 0.5}\n" + log)
     scheduler = build_scheduler(
         SemanticScheduler, max_num_seqs=2, semantic_sched={"policy": str(path)}
     )

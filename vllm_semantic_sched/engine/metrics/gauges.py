@@ -12,6 +12,7 @@ from vllm_semantic_sched.policy.canary import Canary
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.live import PolicyVersion
+from vllm_semantic_sched.policy.order.inversions import InversionCause, Inversions
 from vllm_semantic_sched.policy.record.lifecycle import Listener, Transition
 
 
@@ -24,15 +25,13 @@ class RequestMetrics(Listener):
         counters.start_at_zero(core.policy.tier_names)
 
     def moved(self, transition: Transition) -> None:
-        """Count ends, preemptions and violations of the order, and time first seats and answers."""
+        """Count ends and preemptions, and time first seats and answers."""
         job = transition.job
         state = transition.state
         if state is JobState.RUNNING:
             is_first = job.started == transition.time and transition.before is JobState.WAITING
             if is_first:
                 self._observe("queueing_delay_seconds", job, transition.time)
-                if job.passed is not None:
-                    self._counters.add("seat_order_violations", (self._tier(job), job.passed.value))
         elif state.is_end:
             self._counters.add("ended_requests", (self._tier(job), state.value))
             if state is JobState.COMPLETED:
@@ -43,11 +42,21 @@ class RequestMetrics(Listener):
     def _completed(self, transition: Transition) -> None:
         job = transition.job
         self._observe("e2e_latency_seconds", job, transition.time)
-        if job.outrun:
-            self._counters.add("finish_order_violations", self._tier(job))
         expected = self._core.estimates.first_estimate(job)
         if expected is not None and transition.reason == "stop":
             self._counters.observe("length_error_ratio", job.generated / expected)
+
+    def watch_order(self) -> None:
+        """Count inversions of the order by urgency."""
+
+        def seat_inverted(job: Job, cause: InversionCause) -> None:
+            self._counters.add("seat_order_violations", (self._tier(job), cause.value))
+
+        def finish_inverted(job: Job) -> None:
+            self._counters.add("finish_order_violations", self._tier(job))
+
+        levels = self._core.policy.levels
+        self._core.watch_order(Inversions(levels, seat_inverted, finish_inverted))
 
     def first_token(self, job: Job) -> None:
         """Time a request's first token, from its arrival."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from vllm_semantic_sched.policy.facts.job import PassCause
+from vllm_semantic_sched.policy.order.inversions import InversionCause
 from vllm_semantic_sched.policy.overload.refusal import Code
 from vllm_semantic_sched.policy.retention import PreemptionKind
 from vllm_semantic_sched.predict.window import REASONS
@@ -53,15 +53,22 @@ COUNTERS = {
         {"code": [code.value for code in Code], **_TIER},
     ),
     "finish_order_violations": Metric(
-        "Completed requests that were there when a less urgent one finished (paper, eq. 2).", _TIER
+        "Completed requests that were there when a less urgent one finished (paper, eq. 2); "
+        "counted while events are logged.",
+        _TIER,
     ),
     "seat_order_violations": Metric(
         "Requests that got their first seat after a less urgent one that arrived later, by cause "
         "(unread: the prediction of one of them was not back; shorter: the policy puts short "
         "requests first; promoted: the other one gained levels; limit: a tenant's cap or a "
-        "reservation; not_ready: the engine skipped it).",
+        "reservation; not_ready: the engine skipped it); counted while events are logged.",
         # A misread level is known to nobody here.
-        {**_TIER, "cause": [cause.value for cause in PassCause if cause is not PassCause.MISREAD]},
+        {
+            **_TIER,
+            "cause": [
+                cause.value for cause in InversionCause if cause is not InversionCause.MISREAD
+            ],
+        },
     ),
     "predictions": Metric("Urgency levels read from prompts.", {"level": ()}),
     "instant_predictions": Metric("Prompts that the instant reader read on arrival."),

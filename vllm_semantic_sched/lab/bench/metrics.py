@@ -9,7 +9,7 @@ from scipy.optimize import nnls
 
 from vllm_semantic_sched.lab.bench.client import Record
 from vllm_semantic_sched.lab.bench.workload import LEVELS
-from vllm_semantic_sched.policy.order.precedence import Precedence
+from vllm_semantic_sched.policy.order.inversions import FinishOrder
 from vllm_semantic_sched.sim.metrics import TenantService
 
 MARGIN_LIMIT = 1e-4
@@ -118,9 +118,9 @@ def finish_order_violations(records: Sequence[Record]) -> float:
         for record in records
         if record.ok and record.finish is not None
     )
-    order = Precedence(1 + max((level for *_, level in done), default=0))
-    outrun = [order.finish(level, arrival, finish) for finish, arrival, level in done]
-    return sum(outrun) / len(outrun) if outrun else math.nan
+    order = FinishOrder(1 + max((level for *_, level in done), default=0))
+    inverted = [order.finish(level, arrival, finish) for finish, arrival, level in done]
+    return sum(inverted) / len(inverted) if inverted else math.nan
 
 
 def fairness(records: Sequence[Record]) -> float:

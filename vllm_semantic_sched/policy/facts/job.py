@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -101,17 +101,6 @@ class LevelSource(enum.Enum):
     DEFAULT = "default"
 
 
-class PassCause(enum.Enum):
-    """Why a less urgent request that arrived later got its first seat before a request."""
-
-    UNREAD = "unread"  # the prediction of one of them was not back
-    MISREAD = "misread"  # it was taken for no more urgent; only the simulator can tell
-    SHORTER = "shorter"  # the policy puts short requests first
-    PROMOTED = "promoted"  # the other one gained levels: aging, deadlines, fair shares
-    LIMIT = "limit"  # its tenant's cap or a hard reservation kept it waiting
-    NOT_READY = "not_ready"  # the engine skipped it: its grammar, adapter or KV was not ready
-
-
 class PrefillCost(Protocol):
     """The part of an engine profile that prices an admission."""
 
@@ -126,7 +115,6 @@ class Charge(NamedTuple):
     seconds: float
     overtook: bool  # as is `credit`: see `order.credit.Overtaking`
     credit: float
-    passes: Mapping[int, PassCause]  # see `WaitingQueue.passes`
 
 
 @dataclass(slots=True)
@@ -211,10 +199,6 @@ class Job:
     # Rank seconds, and prompt and output tokens, expected when drafted: each used once, on arrival.
     drafted_seconds: float | None = None
     drafted_tokens: float | None = None
-    read_after: int = 0  # first seats given before its prediction came
-    unread_level: int = 0  # level until then; 0: by a hint, or unchanged since
-    passed: PassCause | None = None  # why a less urgent, later job got its first seat before
-    outrun: bool = False  # a less urgent one finished while it was there; known at its completion
     seat: Seat | None = None
     wait: Wait | None = None  # why it waits, if that is logged; None with a seat
     came: float | None = None  # Unix time, before it waited for the end of a step

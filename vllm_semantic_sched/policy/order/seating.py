@@ -1,21 +1,18 @@
 """From queue to seat: aging, deadlines, shares, tenants and reservations decide who is next."""
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 
 from vllm_semantic_sched.policy.config.reference import Derived, PolicyRef
 from vllm_semantic_sched.policy.estimates.decision import LevelWorth, level_worth
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import AHEAD, EngineCapacity, Need
-from vllm_semantic_sched.policy.facts.job import Charge, Job, PassCause
+from vllm_semantic_sched.policy.facts.job import Charge, Job
 from vllm_semantic_sched.policy.order.credit import CreditTimers
+from vllm_semantic_sched.policy.order.inversions import Inversions
 from vllm_semantic_sched.policy.order.meter import Meter
-from vllm_semantic_sched.policy.order.precedence import Precedence
 from vllm_semantic_sched.policy.order.queues import QueueRules
 from vllm_semantic_sched.policy.order.tenants import TopLevelGuard
 from vllm_semantic_sched.policy.order.waiting import WaitingQueue
-
-_NONE: Mapping[int, PassCause] = MappingProxyType({})
 
 
 class Seating(QueueRules):
@@ -26,7 +23,7 @@ class Seating(QueueRules):
         super().__init__(ref, estimates)
         self.credits = CreditTimers(ref)
         self.top_levels = TopLevelGuard(ref)
-        self.precedence = Precedence(ref.policy.levels)
+        self.inversions: Inversions | None = None  # see `SchedulingCore.watch_order`
         self.meter = Meter(lambda: estimates.profile, self._charge, self.holdings)
         self.waiting = WaitingQueue(self)
         self._worth = Derived(ref, level_worth)
@@ -76,18 +73,17 @@ class Seating(QueueRules):
 
     def take(self, job: Job) -> None:
         """Take a job out of the queue to give it a seat."""
+        if self.inversions is not None:
+            self.inversions.taken(job, self.waiting)
         overtook = self.waiting.overtakes(job)
-        passes = self.waiting.passes(job) if job.started is None and job.level else _NONE
         self.waiting.remove(job)
-        self._admit(job, overtook, passes)
+        self._admit(job, overtook)
 
     def start(self, job: Job) -> None:
         if job.seat is None or job.seat.charge is None:
             self._admit(job, overtook=False)
         assert job.seat is not None and job.seat.charge is not None
-        charge, job.seat.charge = job.seat.charge, None
-        if job.started is None:
-            self.precedence.seat(job, charge.passes)
+        job.seat.charge = None
         self.credits.stop(job)
         # Without it a tier over its share would take back the seat that it just lost.
         missing = max(0.0, -self.fair_share.offsets[job.level])
@@ -153,11 +149,11 @@ class Seating(QueueRules):
     def _start_timers(self, job: Job) -> None:
         self.credits.wait(job, self.ref.policy.all_tiers[job.level].slo)
 
-    def _admit(self, job: Job, overtook: bool, passes: Mapping[int, PassCause] = _NONE) -> None:
+    def _admit(self, job: Job, overtook: bool) -> None:
         seconds = self.admission_seconds(job)
         credit = self.overtaking.admitted(overtook)
         seat = self.holdings.occupy(job, job.tokens + AHEAD)
-        seat.charge = Charge(job.level, seconds, overtook, credit, passes)
+        seat.charge = Charge(job.level, seconds, overtook, credit)
         self.kv_peak.add(job)
         self._charge(job, seconds, to_tenant=not job.preemptions)
         self.waiting.changed()

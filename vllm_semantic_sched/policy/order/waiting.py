@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from operator import itemgetter
 
 from vllm_semantic_sched.policy.config.order import STRICT_LEVEL
-from vllm_semantic_sched.policy.facts.job import Job, PassCause, Rank
+from vllm_semantic_sched.policy.facts.job import Job, Rank
 from vllm_semantic_sched.policy.order.queues import LevelQueue, QueueRules
 
 _new_tuple = tuple.__new__
@@ -20,7 +20,7 @@ class WaitingQueue:
     """
 
     def __init__(self, rules: QueueRules) -> None:
-        self._rules = rules
+        self.rules = rules
         self.queues = defaultdict[int, LevelQueue](lambda: LevelQueue(rules))  # by level
         self._places: dict[Job, int] = {}
         self._next: tuple[Job | None, bool] | None = None  # the cached choice
@@ -68,7 +68,7 @@ class WaitingQueue:
         if self.queues[self._places[job]].is_buffered(job):
             if self._places[job] == job.level:
                 return
-            rank = self._rules.default_rank(job)
+            rank = self.rules.default_rank(job)
         self.push(job, rank)
 
     def remove(self, job: Job) -> bool:
@@ -102,14 +102,6 @@ class WaitingQueue:
         chosen, overtakes = self._choose()
         return overtakes and chosen is job
 
-    def passes(self, job: Job) -> dict[int, PassCause]:
-        """Why `job`, the result of `peek`, goes before the jobs of each more urgent level."""
-        return {
-            level: self._why_passed(queue, job)
-            for level, queue in self.queues.items()
-            if level < job.level and queue
-        }
-
     def ordered(self) -> Iterator[Job]:
         """The jobs in the order in which they would run if all got seats and nothing else
         happened, lazily: first the result of `peek`. The queue must not change meanwhile."""
@@ -129,7 +121,7 @@ class WaitingQueue:
 
     def limited(self) -> Iterator[tuple[int, str | None]]:
         """Levels and tenants that a limit keeps from starting; None: all of a level."""
-        if self._rules.has_limits:
+        if self.rules.has_limits:
             for level, queue in self.queues.items():
                 for tenant in queue.limited():
                     yield level, tenant
@@ -138,7 +130,7 @@ class WaitingQueue:
         if self._next is None:
             job, overtakes = self._choose_anew()
             # While the next job does not fit, none starts, or small ones would pass it for ever.
-            peak = self._rules.kv_peak
+            peak = self.rules.kv_peak
             fits = job is not None and (not peak.enabled or peak.admits(job))
             self._next = (job, overtakes) if fits else (None, False)
         return self._next
@@ -146,10 +138,10 @@ class WaitingQueue:
     def _choose_anew(self) -> tuple[Job | None, bool]:
         if not self._places:
             return None, False
-        admits = self._rules.admits
+        admits = self.rules.admits
         heads = self._heads()
         first = self._best(heads)
-        if not self._rules.overtaking.allowed:
+        if not self.rules.overtaking.allowed:
             return first, False
         overdue = (queue.overdue.peek() for queue in self.queues.values())
         aged = min(filter(None, overdue), key=lambda job: job.sequence, default=None)
@@ -163,7 +155,7 @@ class WaitingQueue:
     def _heads(self) -> list[tuple[Rank, Job]]:
         """The first job of each level, as far as limits allow. What a hard reservation leaves is
         for the most urgent: behind a job for which it is not enough nobody less urgent starts."""
-        rules, heads = self._rules, []
+        rules, heads = self.rules, []
         if not rules.has_limits:
             return [head for queue in self.queues.values() if (head := queue.peek()) is not None]
         for level in sorted(self.queues):
@@ -182,27 +174,20 @@ class WaitingQueue:
         # Keys differ in the sequence number, so that jobs are not compared.
         return min([(self._key(rank, job, aged), job) for rank, job in heads])[1] if heads else None
 
-    def _why_passed(self, queue: LevelQueue, job: Job) -> PassCause:
-        if self.overtakes(job):
-            return PassCause.PROMOTED
-        head = queue.peek()
-        if head is None or not self._rules.admits(head[1]):
-            return PassCause.LIMIT
-        promoted = self._rules.by_level and self._level(job) <= self._level(head[1])
-        return PassCause.PROMOTED if promoted else PassCause.SHORTER
-
     def _key(self, rank: Rank, job: Job, aged: bool = False) -> Rank:
-        level = rank.level + self._rules.fair_share.offsets[job.level] if aged else self._level(job)
+        level = (
+            rank.level + self.rules.fair_share.offsets[job.level] if aged else self.level_of(job)
+        )
         if level != rank.level:
             rank = _new_tuple(Rank, (level, *rank[1:]))  # half the time of Rank()
         # Less urgent levels form one: the remaining time of a job there counts `factor` times as
         # much per level (Smith's rule: shortest first, by time / weight).
-        factor, first = self._rules.ref.policy.weighted_levels.factor, STRICT_LEVEL + 1
+        factor, first = self.rules.ref.policy.weighted_levels.factor, STRICT_LEVEL + 1
         if factor is None or rank.level <= STRICT_LEVEL:
             return rank
         return Rank(first, rank.remaining * factor ** (rank.level - first), rank.sequence)
 
-    def _level(self, job: Job) -> float:
+    def level_of(self, job: Job) -> float:
         """Level of a waiting job among the others, without what it gained by its age."""
-        level = job.deadline_level if self._rules.by_level else 0.0
-        return level + self._rules.fair_share.offsets[job.level]
+        level = job.deadline_level if self.rules.by_level else 0.0
+        return level + self.rules.fair_share.offsets[job.level]

@@ -1,4 +1,4 @@
-"""The paper's constraint on the order: who was passed by a less urgent, later request, and why."""
+"""Requests that got a seat after a less urgent, later one, and why."""
 
 import pytest
 
@@ -6,8 +6,8 @@ from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
-from vllm_semantic_sched.policy.facts.job import PassCause
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.order.inversions import InversionCause, Inversions
 from vllm_semantic_sched.policy.profile.formula import load_profile
 
 LEVEL_0 = Prediction((1.0, 0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 1.0))
@@ -15,8 +15,18 @@ LONG, SHORT = (0.0, 0.0, 1.0), (1.0, 0.0, 0.0)
 BUCKETS = LengthBuckets(edges=(20, 100), means=(10.0, 60.0, 300.0))
 
 
-def make_core(**policy) -> SchedulingCore:
-    return SchedulingCore(parse_policy(policy), load_profile("a100-qwen1.5-4b"), BUCKETS)
+class Watched(SchedulingCore):
+    """A core with the inversions of the order of seats, by request."""
+
+    def __init__(self, level_of=lambda job: job.level, **policy) -> None:
+        super().__init__(parse_policy(policy), load_profile("a100-qwen1.5-4b"), BUCKETS)
+        self.inverted = {}
+        levels = self.policy.levels
+        self.watch_order(Inversions(levels, self.inverted.__setitem__, lambda job: None, level_of))
+
+
+def make_core(**policy) -> Watched:
+    return Watched(**policy)
 
 
 def arrive(core, name: str, urgency=None, unread=False):
@@ -49,7 +59,7 @@ def test_order_by_urgency_passes_nobody() -> None:
     seat(core, first)  # the only one so far
     jobs = [arrive(core, str(level), level) for level in (3, 0, 2, 0)]
     seat(core, jobs[1], jobs[3], jobs[2], jobs[0])
-    assert all(job.passed is None for job in [first, *jobs])
+    assert not core.inverted
 
 
 def test_preempted_request_that_resumes_first_passes_nobody() -> None:
@@ -63,19 +73,19 @@ def test_preempted_request_that_resumes_first_passes_nobody() -> None:
     seat(core, victim)
     core.enqueue(urgent, core.waiting)
     seat(core, urgent)
-    assert urgent.passed is None
+    assert not core.inverted
 
 
 def test_older_request_that_follows_does_not_hide_a_pass() -> None:
     core = make_core(weighted_levels={"factor": 4})
-    older, passed = hinted(core, "older", 4), hinted(core, "passed", 2)
+    older, late = hinted(core, "older", 4), hinted(core, "late", 2)
     later = hinted(core, "later", 3, SHORT)
     seat(core, later)
-    core.waiting.remove(passed)
+    core.waiting.remove(late)
     seat(core, older)
-    core.requeue(passed, core.waiting)
-    seat(core, passed)
-    assert passed.passed is PassCause.SHORTER
+    core.requeue(late, core.waiting)
+    seat(core, late)
+    assert core.inverted == {late: InversionCause.SHORTER}
 
 
 def test_unread_request_is_passed_until_its_level_is_known() -> None:
@@ -85,7 +95,7 @@ def test_unread_request_is_passed_until_its_level_is_known() -> None:
     seat(core, later)
     core.predicted(unread, LEVEL_0)
     seat(core, unread)
-    assert unread.passed is PassCause.UNREAD
+    assert core.inverted == {unread: InversionCause.UNREAD}
 
 
 def test_prediction_before_the_other_seat_is_no_excuse() -> None:
@@ -97,16 +107,15 @@ def test_prediction_before_the_other_seat_is_no_excuse() -> None:
     seat(core, later)
     core.requeue(read, core.waiting)
     seat(core, read)
-    assert read.passed is PassCause.NOT_READY
+    assert core.inverted == {read: InversionCause.NOT_READY}
 
 
 def test_true_level_shows_what_was_misread() -> None:
-    core = make_core()
     true = {"critical": 0, "chatter": 4}
-    core.seating.precedence.level_of = lambda job: true[job.request_id]
+    core = make_core(level_of=lambda job: true[job.request_id])
     critical, chatter = hinted(core, "critical", 3), hinted(core, "chatter", 2)
     seat(core, chatter, critical)
-    assert critical.passed is PassCause.MISREAD and chatter.passed is None
+    assert core.inverted == {critical: InversionCause.MISREAD}
 
 
 @pytest.mark.parametrize("policy", [{"weighted_levels": {"factor": 4}}, {"base": "sjf"}])
@@ -114,7 +123,7 @@ def test_short_request_passes_a_long_one(policy) -> None:
     core = make_core(**policy)
     long, short = hinted(core, "long", 2), hinted(core, "short", 3, SHORT)
     seat(core, short, long)
-    assert long.passed is PassCause.SHORTER and short.passed is None
+    assert core.inverted == {long: InversionCause.SHORTER}
 
 
 def test_promotion_passes_a_more_urgent_request() -> None:
@@ -123,7 +132,7 @@ def test_promotion_passes_a_more_urgent_request() -> None:
     hurried.gain().deadline = 2.0
     core.waiting.push(hurried, core.rank(hurried))
     seat(core, hurried, slow)
-    assert slow.passed is PassCause.PROMOTED
+    assert core.inverted == {slow: InversionCause.PROMOTED}
 
 
 def test_tenant_at_its_cap_is_passed() -> None:
@@ -136,4 +145,4 @@ def test_tenant_at_its_cap_is_passed() -> None:
     seat(core, other)
     core.finish(running, AnswerEnd.STOPPED)
     seat(core, capped)
-    assert capped.passed is PassCause.LIMIT
+    assert core.inverted == {capped: InversionCause.LIMIT}
