@@ -79,7 +79,7 @@ def test_replaced_clock_counts_for_scheduler(tmp_path) -> None:
         run_step(scheduler)
         assert scheduler.clock() == monotonic() == 7.5
         assert scheduler.jobs["a"].arrival == scheduler.jobs["a"].started == 7.5
-        assert scheduler.jobs["a"].came == unix_time()
+        assert scheduler.jobs["a"].source.came == unix_time()
     finally:
         replace_clock(None)
     assert monotonic() != 7.5

@@ -336,8 +336,9 @@ class SchedulingCore:
         self.lifecycle.note(job, "restored", {"restored": round(seconds, 6)})
 
     def is_thrashing(self, job: Job) -> bool:
-        """Whether a running job got few new tokens since its last preemption."""
-        return job.preemptions > 0 and job.generated - job.generated_before < _THRASH_TOKENS
+        """Whether a job that was preempted has got few new tokens in its present seat."""
+        before = 0 if job.seat is None else job.seat.generated
+        return job.preemptions > 0 and job.generated - before < _THRASH_TOKENS
 
     def preempt(
         self, job: Job, plan: PreemptionPlan, reason: str = "", beneficiary: Job | None = None
@@ -354,7 +355,6 @@ class SchedulingCore:
         limits = self.policy_ref.policy.preemption
         if limits.after_limit == "promote" and job.urgent_preemptions >= limits.max_per_request:
             job.gain().preemptions = 1.0
-        job.generated_before = job.generated
         job.computed = plan.on_device
         job.swapped = plan.saved
         state = JobState.SWAPPED if plan.saved else JobState.WAITING

@@ -22,7 +22,7 @@ from vllm_semantic_sched.policy import step
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import Hint
-from vllm_semantic_sched.policy.facts.job import FREE_LENGTH, Job, LevelSource, StatedLength
+from vllm_semantic_sched.policy.facts.job import FREE_LENGTH, Job, LevelSource, Source, StatedLength
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.order.tenants import read_tenant
 from vllm_semantic_sched.policy.overload.dedup import BadKey, read_key
@@ -171,9 +171,7 @@ class Arrivals:
             stated=stated,
             provisional=provisional,
         )
-        job.came = unix_time()
-        if self.logs_blocks:
-            job.block_hashes = request.block_hashes
+        job.source = Source(unix_time(), request.block_hashes if self.logs_blocks else ())
         return Arrival(
             policy=core.policy,
             job=job,

@@ -132,6 +132,7 @@ class Seat:
     """What a job holds from when it is taken out of the queue until it loses its seat."""
 
     blocks: int  # of KV, as the meter reported them last
+    generated: int = 0  # output tokens of the job when it got the seat
     expected: float = 0.0  # KV tokens that it is predicted to need in the end
     charge: Charge | None = None  # of its admission, until it starts
     stint: Stint | None = None  # where use is metered
@@ -141,6 +142,13 @@ class Seat:
     held_for: Job | None = None  # the protected job
     yielded: int = 0  # steps in a row that its prefill has sat out
     restoring: float | None = None  # since when, in seconds, it restores lost KV, if logged
+
+
+class Source(NamedTuple):
+    """What a replay needs to know of where a request came from."""
+
+    came: float  # Unix time, before it waited for the end of a step
+    block_hashes: Sequence[bytes]  # the engine's, of its whole KV blocks
 
 
 @dataclass(slots=True)
@@ -170,40 +178,47 @@ class Credit:
 class Job:
     """One request. Times are seconds on the scheduler's clock."""
 
+    # Identity, and what the request states
     request_id: str
     sequence: int  # arrival number
     arrival: float
     prompt_tokens: int  # as submitted
     max_output_tokens: int  # by the request's limit and its form
-    level: int  # urgency, 0 = most urgent
+    level: int  # urgency, 0 = most urgent; in force
     level_source: LevelSource
     stated: StatedLength = FREE_LENGTH
+    tenant: str = ""  # empty: unknown
+    source: Source | None = None  # for the event log
+
+    # Estimates
     awaits_prediction: bool = False
     prediction: Prediction | None = None
     sure_level: int | None = 0  # the most urgent one whose rights it may have now; None: no rights
-    computed: int = 0  # tokens whose KV is, or is expected to be, on the device
-    swapped: int = 0  # tokens whose KV is on the host
-    generated: int = 0  # output tokens so far
-    preemptions: int = 0
-    urgent_preemptions: int = 0  # of these, for more urgent requests
-    preemption_seconds: float = 0.0  # their planned cost
-    generated_before: int = 0  # output tokens at the last preemption
-    tenant: str = ""  # empty: unknown
     best_level: int = 0  # the most urgent that its tenant's cap on top levels allows
-    credit: Credit | None = None  # levels gained; None: none so far
-    state: JobState = JobState.WAITING
-    entered: float = 0.0  # when the state began
-    started: float | None = None  # first seat
-    first_token: float | None = None
-    waited: float = 0.0  # seconds without a seat, up to `entered`, and seconds held
     # Rank seconds, and prompt and output tokens, expected when drafted: each used once, on arrival.
     drafted_seconds: float | None = None
     drafted_tokens: float | None = None
+
+    # Place
+    state: JobState = JobState.WAITING
+    entered: float = 0.0  # when the state began
     seat: Seat | None = None
     wait: Wait | None = None  # why it waits, if that is logged; None with a seat
-    came: float | None = None  # Unix time, before it waited for the end of a step
+    computed: int = 0  # tokens whose KV is, or is expected to be, on the device
+    swapped: int = 0  # tokens whose KV is on the host
+    generated: int = 0  # output tokens so far
+
+    # Credit
+    credit: Credit | None = None  # levels gained; None: none so far
+    waited: float = 0.0  # seconds without a seat, up to `entered`, and seconds held
+
+    # History
+    preemptions: int = 0
+    urgent_preemptions: int = 0  # of these, for more urgent requests
+    preemption_seconds: float = 0.0  # their planned cost
+    started: float | None = None  # first seat
+    first_token: float | None = None
     read_at: float | None = None  # when its prediction came
-    block_hashes: Sequence[bytes] = ()  # the engine's, of its whole KV blocks, if logged
 
     @property
     def effective_level(self) -> float:

@@ -153,6 +153,7 @@ class Seating(QueueRules):
         seconds = self.admission_seconds(job)
         credit = self.overtaking.admitted(overtook)
         seat = self.holdings.occupy(job, job.tokens + AHEAD)
+        seat.generated = job.generated
         seat.charge = Charge(job.level, seconds, overtook, credit)
         self.kv_peak.add(job)
         self._charge(job, seconds, to_tenant=not job.preemptions)

@@ -159,8 +159,8 @@ def _replayed(job: Job) -> dict[str, Any]:
     more: dict[str, Any] = {"max_tokens": job.max_output_tokens}
     if job.stated.shortest:
         more["min_tokens"] = job.stated.shortest
-    if job.came is not None:
-        more["came"] = round(job.came, 6)
+    if job.source is not None:
+        more["came"] = round(job.source.came, 6)
     if job.read_at is not None:
         more["read_after"] = round(job.read_at - job.arrival, 6)
     prediction = job.prediction  # the instant reader's, if the request ended before the other
@@ -168,8 +168,8 @@ def _replayed(job: Job) -> dict[str, Any]:
         more["urgency"] = [round(share, 4) for share in prediction.urgency]
         if prediction.length is not None:
             more["length"] = [round(share, 4) for share in prediction.length]
-    if job.block_hashes:
-        more["blocks"] = tuple(job.block_hashes[:_MOST_BLOCKS])
+    if job.source is not None and job.source.block_hashes:
+        more["blocks"] = tuple(job.source.block_hashes[:_MOST_BLOCKS])
     return more
 
 
