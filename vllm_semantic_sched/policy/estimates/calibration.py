@@ -8,6 +8,7 @@ import math
 import operator
 from collections.abc import Sequence
 
+from vllm_semantic_sched.policy.facts.lately import Decayed
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 
 # Share of an error that one request corrects. It falls with the number of requests: the first ones
@@ -19,7 +20,8 @@ _LAST_STEP = 1 / 50
 # answer to such a request would distort all lengths.
 _STEADINESS = 0.3
 
-_REMEMBERED = 0.99  # decay of the ratio per request: about the last hundred count
+_REMEMBERED = 100.0  # requests after which one counts 1/e in the ratio
+_OBSERVED, _EXPECTED = 0, 1  # places in `LengthCalibration._lengths`
 
 _SHORTEST = 1.0  # tokens
 
@@ -52,13 +54,14 @@ class LengthCalibration:
             self._edge_places.append(min(1.0, max(0.0, place)))
         self._longest = max(buckets.means)
         self._learned = 0
-        self._observed = self._expected = 0.0
+        self._lengths = Decayed(2)  # tokens, observed and expected
 
     @property
     def ratio(self) -> float | None:
         """Observed / expected tokens of about the last hundred requests; None before the first.
         3 means that answers are three times as long as expected."""
-        return self._observed / self._expected if self._expected else None
+        observed, expected = self._lengths.sums
+        return observed / expected if expected else None
 
     def learn(
         self,
@@ -78,8 +81,9 @@ class LengthCalibration:
         expected: float = sum(map(operator.mul, probabilities, means))
         if not (math.isfinite(expected) and expected > 0):
             return
-        self._observed = _REMEMBERED * self._observed + tokens
-        self._expected = _REMEMBERED * self._expected + min(expected, limit)
+        self._lengths.age(1, _REMEMBERED)
+        self._lengths.add(_OBSERVED, tokens)
+        self._lengths.add(_EXPECTED, min(expected, limit))
         if adapt and not (end is AnswerEnd.CUT and expected >= tokens):
             self._correct(probabilities, tokens, tokens - expected)
 

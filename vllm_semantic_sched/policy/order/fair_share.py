@@ -1,10 +1,10 @@
 """Weighted fair share of the engine's time by tier, with deficit boost."""
 
-import math
 from collections.abc import Sequence
 
 from vllm_semantic_sched.policy.config.reference import Derived, PolicyRef
 from vllm_semantic_sched.policy.config.tiers import target_shares
+from vllm_semantic_sched.policy.facts.lately import Decayed
 
 _TOLERANCE = 0.1  # relative distance from the share at which the full gain or loss applies
 
@@ -19,7 +19,7 @@ class FairShare:
         levels = ref.policy.levels
         self.served = [0.0] * levels  # engine seconds charged to each tier since the start
         self.offsets = [0.0] * levels  # levels to add by tier; negative is sooner
-        self._used = [0.0] * levels
+        self._used = Decayed(levels)  # engine seconds
         self._last: float | None = None
 
     @property
@@ -33,18 +33,17 @@ class FairShare:
 
     def reset(self) -> None:
         """Drop the offsets until the next step: they are by another policy."""
-        self.offsets = [0.0] * len(self._used)
+        self.offsets = [0.0] * len(self.served)
 
     def charge(self, level: int, seconds: float) -> None:
         """Charge engine time to a tier; negative to refund."""
         self.served[level] += seconds
-        self._used[level] = max(0.0, self._used[level] + seconds)
+        self._used.add(level, seconds)
 
     def update(self, now: float, active: Sequence[int]) -> None:
         """Update the offsets, once per step; `active`: tiers with waiting requests. O(tiers)."""
         if self._last is not None and now > self._last:
-            kept = math.exp((self._last - now) / self._ref.policy.fair_share.window)
-            self._used = [kept * used for used in self._used]
+            self._used.age(now - self._last, self._ref.policy.fair_share.window)
         self._last = now
         self.reset()
         if self.enabled:
@@ -53,12 +52,12 @@ class FairShare:
 
     def shares(self, active: Sequence[int]) -> dict[int, tuple[float, float]]:
         """Recent share and target share of the tiers in `active`; empty if they used nothing."""
-        targets = self.targets
-        used = sum(self._used[level] for level in active)
+        targets, sums = self.targets, self._used.sums
+        used = sum(sums[level] for level in active)
         wanted = sum(targets[level] for level in active)
         if used <= 0.0 or wanted <= 0.0:
             return {}
-        return {level: (self._used[level] / used, targets[level] / wanted) for level in active}
+        return {level: (sums[level] / used, targets[level] / wanted) for level in active}
 
     def _offset(self, share: float, target: float) -> float:
         most = self._ref.policy.fair_share.max_levels

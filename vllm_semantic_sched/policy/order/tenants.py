@@ -7,12 +7,14 @@ a level, their counters differ by at most U = P + m D, and their service over an
 P is the engine time of the longest prefill, m the seats, D the engine time of the longest decode.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_semantic_sched.policy.config.reference import PolicyRef
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
+from vllm_semantic_sched.policy.facts.lately import SlidingWindow
 
 ANONYMOUS = ""
 
@@ -80,29 +82,12 @@ class VirtualCounters:
         return self._waiting.ordered()
 
 
-class _Window:
-    """Requests in a sliding window, in slices: all, and those at a top level."""
+@dataclass(slots=True)
+class _Requests:
+    """Numbers of requests in a slice of the window."""
 
-    def __init__(self) -> None:
-        self.slice = 0  # the last one
-        self.all = deque([0] * _SLICES, _SLICES)
-        self.top = deque([0] * _SLICES, _SLICES)
-
-    def advance(self, now: int) -> None:
-        for _ in range(min(now - self.slice, _SLICES)):
-            self.all.append(0)
-            self.top.append(0)
-        self.slice = max(self.slice, now)
-
-    def add(self, new: bool, top: bool) -> None:
-        self.all[-1] += new
-        self.top[-1] += top
-
-    def lower_one(self) -> None:
-        """Count the latest request at a top level below these."""
-        latest = next((at for at in reversed(range(_SLICES)) if self.top[at]), None)
-        if latest is not None:
-            self.top[latest] -= 1
+    all: int = 0
+    top: int = 0  # at a top level
 
 
 class TopLevelGuard:
@@ -111,7 +96,7 @@ class TopLevelGuard:
     def __init__(self, ref: PolicyRef) -> None:
         self._ref = ref
         self.count = 0  # requests moved down so far
-        self._windows: OrderedDict[str, _Window] = OrderedDict()
+        self._windows: OrderedDict[str, SlidingWindow[_Requests]] = OrderedDict()
 
     @property
     def limits(self) -> bool:
@@ -125,20 +110,32 @@ class TopLevelGuard:
         least urgent level, `before`: its level so far, if it has been counted."""
         if not self.limits or lowest < _TOP_LEVELS:
             return level
-        window = self._windows.setdefault(tenant, _Window())
+        window = self._windows.get(tenant)
+        if window is None:
+            window = self._windows[tenant] = SlidingWindow(_WINDOW, _SLICES, _Requests)
         self._windows.move_to_end(tenant)
         if len(self._windows) > _MOST_TENANTS:
             self._windows.popitem(last=False)
-        window.advance(int(now / (_WINDOW / _SLICES)))
+        window.advance(now)
         at_top = level < _TOP_LEVELS
         if before is not None and before < _TOP_LEVELS:  # it has its place among the top
             if not at_top:
-                window.lower_one()
+                _lower_one(window)
             return level
-        top, count = sum(window.top) + 1, sum(window.all) + (before is None)
+        top = sum(requests.top for requests in window) + 1
+        count = sum(requests.all for requests in window) + (before is None)
         fits = top <= max(_ALLOWANCE, self._ref.policy.tenants.top.share * count)
-        window.add(new=before is None, top=at_top and fits)
+        newest, _ = window.newest(now)
+        newest.all += before is None
+        newest.top += at_top and fits
         if at_top and not fits:
             self.count += 1
             return _TOP_LEVELS
         return level
+
+
+def _lower_one(window: SlidingWindow[_Requests]) -> None:
+    """Count the latest request at a top level below these."""
+    latest = next((requests for requests in reversed([*window]) if requests.top), None)
+    if latest is not None:
+        latest.top -= 1

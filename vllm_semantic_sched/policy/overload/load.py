@@ -12,11 +12,13 @@ from vllm_semantic_sched.policy.config.tiers import Tier
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.facts.lately import Decayed
 from vllm_semantic_sched.policy.limits import Limits
 from vllm_semantic_sched.policy.overload.account import QueueAccount
 from vllm_semantic_sched.policy.overload.slo import SloMonitor
 
-_HALF_LIFE = 20.0  # busy seconds in which the weight of finished tokens and busy time halves
+_RECENT = 29.0  # busy seconds after which finished tokens and busy time count 1/e
+_TOKENS, _SECONDS = 0, 1  # places in `LoadMonitor._done`
 _ENOUGH = 1.0  # busy seconds before throughput is measured
 _SLO_WINDOW = 60.0  # seconds over which compliance and headroom are measured
 _LOOK_SECONDS = 0.1  # between two updates of pressure and promises
@@ -152,7 +154,7 @@ class LoadMonitor:
         # Without a limit of blocks, KV is never short.
         blocks = math.inf if capacity.blocks is None else capacity.blocks
         self._kv_tokens = max(1, blocks * capacity.block_size)
-        self._finished_tokens = self._busy_seconds = 0.0  # recent ones count more
+        self._done = Decayed(2)  # finished tokens and busy seconds
         self._kv_use = 0.0
         self._stepped: float | None = None
         self._step_seconds = 0.0
@@ -188,7 +190,7 @@ class LoadMonitor:
     def ended(self, job: Job, now: float, completed: bool) -> None:
         """Record an ended job; its latencies count only if it completed."""
         if job.generated:
-            self._finished_tokens += job.tokens
+            self._done.add(_TOKENS, job.tokens)
         if completed and job.first_token is not None:
             more = job.generated - 1
             tpot = (now - job.first_token) / more if more > 0 else None
@@ -200,9 +202,8 @@ class LoadMonitor:
         if self._stepped is not None and len(self.holdings):
             seconds = now - self._stepped
             if 0 <= seconds < _LONGEST_STEP:
-                fade = 0.5 ** (seconds / _HALF_LIFE)
-                self._finished_tokens *= fade
-                self._busy_seconds = self._busy_seconds * fade + seconds
+                self._done.age(seconds, _RECENT)
+                self._done.add(_SECONDS, seconds)
                 self._step_seconds += _STEP_WEIGHT * (seconds - self._step_seconds)
         self._stepped = now
 
@@ -238,8 +239,9 @@ class LoadMonitor:
         """Predicted time to clear waiting work at least as urgent, and half of the running work."""
         waiting = sum(held.queued_tokens for held in self.holdings.levels[: level + 1])
         ahead = waiting + self._predicted_tokens() / 2
-        if self._busy_seconds >= _ENOUGH and self._finished_tokens > 0:
-            return ahead / (self._finished_tokens / self._busy_seconds)
+        tokens, busy = self._done.sums
+        if busy >= _ENOUGH and tokens > 0:
+            return ahead / (tokens / busy)
         # By the profile, with all seats decoding.
         step = self._estimates.profile.batch_terms.sequences(self._seats)
         return ahead / (self._seats / max(step, 1e-6))

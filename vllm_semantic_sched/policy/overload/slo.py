@@ -1,7 +1,6 @@
 """Measures over a rolling window whether each tier gets its promised latency."""
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +9,7 @@ from ddsketch import LogCollapsingLowestDenseDDSketch
 
 from vllm_semantic_sched.policy.config.reference import Derived, PolicyRef
 from vllm_semantic_sched.policy.config.tiers import Slo
+from vllm_semantic_sched.policy.facts.lately import SlidingWindow
 
 MEASURES = ("ttft", "tpot", "e2e")  # latencies that can be promised, see `tiers.Slo`
 _RELATIVE_ACCURACY = 0.02
@@ -25,8 +25,7 @@ _make_sketch: Callable[[], Any] = partial(
 class _Slot:
     """Values of a twelfth of the window."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self) -> None:
         self.count = self.met = 0
         self.sketch = _make_sketch()
 
@@ -36,19 +35,16 @@ class RollingValues:
     and percentiles. Each of the twelve slots has a DDSketch, so that memory is bounded."""
 
     def __init__(self, window: float) -> None:
-        self._slot_seconds = window / _SLOTS
-        self._slots: deque[_Slot] = deque()
+        self._slots = SlidingWindow(window, _SLOTS, _Slot)
         self._earlier: Any = None  # merged sketch of all slots but the newest; None if outdated
         self.count = self.met = 0
 
     def add(self, value: float, met: bool, now: float) -> None:
         """Count a value, and whether it met its target."""
         self.advance(now)
-        number = self._slot_number(now)
-        if not self._slots or self._slots[-1].number < number:
-            self._slots.append(_Slot(number))
+        slot, is_new = self._slots.newest(now)
+        if is_new:
             self._earlier = None
-        slot = self._slots[-1]  # the newest slot, even after the clock has stepped back
         slot.sketch.add(value)
         slot.count += 1
         slot.met += met
@@ -57,9 +53,7 @@ class RollingValues:
 
     def advance(self, now: float) -> None:
         """Drop the slots that have left the window."""
-        oldest = self._slot_number(now) - _SLOTS
-        while self._slots and self._slots[0].number <= oldest:
-            slot = self._slots.popleft()
+        for slot in self._slots.advance(now):
             self._earlier = None
             self.count -= slot.count
             self.met -= slot.met
@@ -69,20 +63,18 @@ class RollingValues:
         None without values. O(bins), and O(slots x bins) once per slot."""
         if not self.count:
             return None
+        *earlier, newest = self._slots
         if self._earlier is None:
             self._earlier = _make_sketch()
-            for slot in list(self._slots)[:-1]:
+            for slot in earlier:
                 self._earlier.merge(slot.sketch)
         sketch = _make_sketch()
         sketch.merge(self._earlier)
-        sketch.merge(self._slots[-1].sketch)
+        sketch.merge(newest.sketch)
         # The library counts ranks from 0 to count - 1 and rounds down.
         rank = math.ceil(self.count * percent / 100) - 0.5
         value: float = sketch.get_quantile_value(min(1.0, rank / max(1, self.count - 1)))
         return value
-
-    def _slot_number(self, now: float) -> int:
-        return math.floor(now / self._slot_seconds)
 
 
 def targets(slo: Slo) -> dict[str, float]:
