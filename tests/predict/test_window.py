@@ -1,8 +1,13 @@
 """Which part of a prompt the readers see."""
 
-import pytest
+from random import Random
 
-from vllm_semantic_sched.predict.window import cut_text, user_turns
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from vllm_semantic_sched.predict import window
+from vllm_semantic_sched.predict.window import clean, cut_text, user_turns
 
 CHATML = (
     "<|im_start|>system\nYou triage heart attacks.<|im_end|>\n"
@@ -75,3 +80,48 @@ def test_long_chat_keeps_the_newest_turn_and_the_oldest() -> None:
 
 def test_cost_is_bounded() -> None:
     assert len(cut_text("<|im_start|>user\n" + "word " * 1_000_000, 126)) <= 126 * 8 + 1
+
+
+# What chats are made of, and what looks like it.
+PARTS = (
+    "user", "User", "human", "assistant", "ai", "bot", "system", "model", ":", " :", ": ", "x",
+    "\n", " ", "  ", "\t", "\u00a0", "\x1c", "word ", "hello there ", "a whole sentence, no less. ",
+    "<|im_start|>", "<|im_end|>", "<|start|>", "<|message|>", "<|user|>", "<｜User｜>", "<|", "|>",
+    "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "[CLS]", "<<SYS>>", "<</SYS>>", "</s>",
+    "<", ">", "[", "]", "|", "\u017fystem:", "a\u0130:", "a\u0131:", "[/IN\u017fT]", "\u0301", "中",
+)  # fmt: skip
+
+
+def text_of(seed: int) -> str:
+    """A text of few different parts, so that pairs which begin a turn are frequent."""
+    random = Random(seed)
+    parts = random.sample(PARTS, random.randint(2, 6))
+    return "".join(random.choices(parts, k=random.choice((5, 50, 400))))
+
+
+TEXTS = st.integers(0, 2**32).map(text_of)
+
+
+@settings(max_examples=500)
+@given(TEXTS)
+@example("he said: a user : b")
+def test_fast_search_finds_the_same_speakers(text) -> None:
+    expected = [(match.span(), match.groups()) for match in window._SPEAKER.finditer(text)]
+    assert [(match.span(), match.groups()) for match in window._speakers(text)] == expected
+
+
+@settings(max_examples=500)
+@given(TEXTS, st.integers(1, 60))
+@example("<|im_end|>" * 400, 10)
+@example("word <|im_end|> " * 100, 10)
+def test_ends_of_a_long_text_are_those_of_the_clean_text(text, room) -> None:
+    said = clean(" ■ ".join(user_turns(text)))
+    half = 4 * room
+    expected = said if len(said) <= 2 * half else f"{said[:half]} {said[-half:]}"
+    assert cut_text(text, room) == expected
+
+
+@given(TEXTS)
+def test_turns_without_words_are_left_out(text) -> None:
+    turns = user_turns(text)
+    assert turns == [text] or all(map(clean, turns))

@@ -5,6 +5,7 @@ import functools
 import re
 import unicodedata
 from collections import Counter
+from collections.abc import Iterator
 from typing import TypeVar
 
 DEFAULT_WINDOW = 128  # wordpieces read of a prompt, special tokens included
@@ -18,6 +19,7 @@ _TEMPLATE_MARKER = re.compile(
     r"|\[(?:CLS|SEP|PAD)\]",
     re.IGNORECASE,
 )
+_LONGEST_MARKER = 44  # characters
 # What begins a turn, and who speaks: chat templates with their markers, without them (a tokenizer
 # may leave those out), and logs of a chat.
 _SPEAKER = re.compile(
@@ -30,6 +32,18 @@ _SPEAKER = re.compile(
     r"|(?:^|\s)(user|human|assistant|ai|bot|system)\s*:(?=\s|$)",
     re.IGNORECASE,
 )
+# What `_SPEAKER` finds begins at one of these or, with a colon, ends at it. Each alternative starts
+# with one character, for which `re` searches much faster than for all of `_SPEAKER`.
+_ANCHOR = re.compile(
+    r"<(?=[|｜]|start_of_turn>|</?SYS>>)|\[(?=/?INST\])|\n(?=(?:user|assistant|system|model)\n)"
+    r"|:(?=\s|$)(?:(?<=user:)|(?<=human:)|(?<=assistant:)|(?<=ai:)|(?<=bot:)|(?<=system:)|(?<=\s:))",
+    re.IGNORECASE,
+)
+_NAME_BEFORE_COLON = re.compile(
+    r"(?:^|\s)(?:user|human|assistant|ai|bot|system)\Z",
+    re.IGNORECASE,
+)
+_LONGEST_NAME = 10  # characters, with the white space before it
 _USERS = frozenset({"user", "human", "[inst]", "<</sys>>"})
 
 _Piece = TypeVar("_Piece", int, str)
@@ -40,14 +54,44 @@ def user_turns(text: str) -> list[str]:
     stands before the first turn counts as the user's: instructions for a pasted chat."""
     turns: list[str] = []
     speaker, start = "user", 0
-    for match in _SPEAKER.finditer(text):
+    for match in _speakers(text):
         if speaker in _USERS:
             turns.append(text[start : match.start()])
         speaker = next(name for name in match.groups() if name is not None).lower()
         start = match.end()
     if speaker in _USERS:
         turns.append(text[start:])
-    return [turn for turn in reversed(turns) if clean(turn)] or [text]
+    return [turn for turn in reversed(turns) if not _is_blank(turn)] or [text]
+
+
+def _speakers(text: str) -> Iterator[re.Match[str]]:
+    """The same as `_SPEAKER.finditer(text)`, in a tenth of the time."""
+    end = 0
+    first = _SPEAKER.match(text)
+    if first is not None:
+        yield first
+        end = first.end()
+    for anchor in _ANCHOR.finditer(text):
+        start = anchor.start()
+        if text[start] == ":":
+            start = _start_of_name(text, start, end)
+        if start < end:
+            continue
+        match = _SPEAKER.match(text, start)
+        if match is not None:
+            yield match
+            end = match.end()
+
+
+def _start_of_name(text: str, colon: int, least: int) -> int:
+    """Where `_SPEAKER` would match the name of a speaker before a colon; -1 if there is none, or it
+    ends before `least`."""
+    name_end = colon
+    while name_end > least and text[name_end - 1].isspace():
+        name_end -= 1
+    before = text[max(0, name_end - _LONGEST_NAME) : name_end]
+    name = _NAME_BEFORE_COLON.search(before)
+    return -1 if name is None else name_end - len(before) + name.start()
 
 
 def clean(text: str) -> str:
@@ -55,14 +99,34 @@ def clean(text: str) -> str:
     return " ".join(_TEMPLATE_MARKER.sub(" ", text).split())
 
 
+def _is_blank(text: str) -> bool:
+    """Whether nothing of a text is left when it is clean."""
+    # A fast answer for nearly all texts: a marker begins with a bracket.
+    first = text.lstrip()[:1]
+    return not first or (first in "<[" and not clean(text))
+
+
 def cut_text(text: str, room: int) -> str:
     """The head and the tail of what the user says, clean, enough for `room` wordpieces."""
-    half = room * _CHARACTERS_PER_PIECE // 2
     if len(text) > _LONGEST_PROMPT:
         text = f"{text[: _LONGEST_PROMPT // 2]} {text[-_LONGEST_PROMPT // 2 :]}"
     # Lone surrogates, which come from broken decoding, cannot be encoded.
     text = text.encode("utf-8", "replace").decode("utf-8")
-    text = clean(_TURN_MARK.join(user_turns(text)))
+    said = _TURN_MARK.join(user_turns(text))
+    return _clean_ends(said, half=room * _CHARACTERS_PER_PIECE // 2)
+
+
+def _clean_ends(text: str, half: int) -> str:
+    """The first and the last `half` characters of a clean text; all of it if it has no more."""
+    sure = half + _LONGEST_MARKER + 1
+    most = 2 * sure
+    if len(text) > 2 * most:
+        # Mostly they come from a small part of a long text. Where that was cut, `clean` may have
+        # missed a marker or found a wrong one, and may have left out white space.
+        head, tail = clean(text[:most]), clean(text[-most:])
+        if min(len(head), len(tail)) > sure:
+            return f"{head[:half]} {tail[-half:]}"
+    text = clean(text)
     return text if len(text) <= 2 * half else f"{text[:half]} {text[-half:]}"
 
 
