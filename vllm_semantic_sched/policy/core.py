@@ -48,6 +48,10 @@ from vllm_semantic_sched.policy.retention import (
 URGENT = "urgent"
 """Reason of a preemption for a more urgent request, which counts for `max_per_request`."""
 
+# Looked up once: each arrival uses them, and a lookup of an enum's member costs as much as four
+# calls before Python 3.12.
+_RUNNING, _DEFAULT = JobState.RUNNING, LevelSource.DEFAULT
+
 _THRASH_TOKENS = 16  # a job preempted again before it has so many new tokens is thrashing
 _RERANKED_PER_STEP = 100  # jobs after a change of policy: about a millisecond of work
 
@@ -239,23 +243,25 @@ class SchedulingCore:
     def enqueue(self, job: Job, queue: WaitingQueue) -> None:
         """Queue a job: in the unsorted buffer until its level is known, else by rank. One that
         returns (skipped, preempted) is ranked at once: the buffer stays in arrival order."""
-        if job.state is JobState.RUNNING:  # a session that gave up its seat to wait for input
+        if job.state is _RUNNING:  # a session that gave up its seat to wait for input
             self._leave(job)
             self.lifecycle.move(job, JobState.WAITING, "input")
         if queue is not self.waiting:
             self._skip(job, lasting=True)
         seconds, job.drafted_seconds = job.drafted_seconds, None
-        fresh = job.computed == 0 and job.preemptions == 0 and job.generated == 0
-        if job.awaits_prediction and job.level_source is LevelSource.DEFAULT and fresh:
+        if job.awaits_prediction and job.level_source is _DEFAULT and _is_fresh(job):
             queue.buffer(job)
         elif seconds is not None:
             queue.add(job, rank_of(self.policy_ref.policy.base, job.level, seconds, job.sequence))
         else:
             self.requeue(job, queue)
             return
-        if queue is self.waiting:
-            wait = self.seating.wait if seconds is None else self.seating.wait_first
-            wait(job)
+        if queue is not self.waiting:
+            return
+        if seconds is None:
+            self.seating.wait(job)
+        else:
+            self.seating.wait_first(job)
 
     def requeue(self, job: Job, queue: WaitingQueue) -> None:
         """Queue a job again that could not be admitted in this step or was preempted."""
@@ -543,6 +549,11 @@ class SchedulingCore:
         rank = rank_of(self.policy_ref.policy.base, job.effective_level, seconds, job.sequence)
         self.running.add(job, rank, seconds)
         self.seating.kv_peak.add(job)
+
+
+def _is_fresh(job: Job) -> bool:
+    """Whether a job has never had a seat."""
+    return job.computed == 0 and job.preemptions == 0 and job.generated == 0
 
 
 def _by_rank(policy: Policy) -> Policy:
