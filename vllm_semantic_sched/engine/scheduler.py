@@ -41,7 +41,6 @@ from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Job, JobState
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.facts.wait import Cause
-from vllm_semantic_sched.policy.overload.refusal import TOO_LARGE
 from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
 
 _MOST_MEASURED = 64  # lengths of encoder inputs for which the room beside them is remembered
@@ -116,7 +115,12 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         )
         self.samples = StepSamples()
         self.arrivals = Arrivals(
-            *(core, self.jobs, self.predictions, self._endings, self.counters, self._kv_tokens),
+            core=core,
+            jobs=self.jobs,
+            predictions=self.predictions,
+            endings=self._endings,
+            counters=self.counters,
+            most_kv_tokens=self._kv_tokens,
             logs_blocks=self._event_log is not None and self.hash_block_size == self.block_size,
         )
         self.readings = RecentReadings()
@@ -194,11 +198,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         super().add_request(request)
         if arrival is not None:
             try:
-                fits = self.observing or self.arrivals.fit(arrival.job, request)
-                judged = fits and not self.observing
-                self.arrivals.arrived(arrival, self.snapshot() if judged else None)
-                if not fits:
-                    self._endings.refuse_prompt(arrival.job, TOO_LARGE)
+                self.arrivals.arrived(arrival, None if self.observing else self.snapshot)
             except Exception:
                 self.guard.failed("admission")
 

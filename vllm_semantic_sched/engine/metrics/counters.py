@@ -11,7 +11,8 @@ from vllm_semantic_sched.engine.metrics.table import COUNTERS, HISTOGRAMS
 _INTERVAL = 1.0
 
 Labels = tuple[str, ...]
-_Series = tuple[str, Labels]
+Series = tuple[str, Labels]
+"""Name and labels of a counter, histogram or gauge."""
 Gauges = Mapping[str, float | Mapping[Any, float]]
 """Values by name, or by name and label (several labels: a tuple)."""
 
@@ -22,12 +23,12 @@ class Counters:
     in that step, and Prometheus adds up the servers' counts."""
 
     def __init__(self) -> None:
-        self.totals: defaultdict[_Series, float] = defaultdict(float)  # of the counters
-        self._sent: dict[_Series, float] = {}
+        self.totals: defaultdict[Series, float] = defaultdict(float)  # of the counters
+        self._sent: dict[Series, float] = {}
         # Since the last message: counts by bucket, and sums.
-        self._observed: defaultdict[_Series, Counter[int]] = defaultdict(Counter)
-        self._sums: defaultdict[_Series, float] = defaultdict(float)
-        self._gauges: dict[_Series, float] = {}  # as last sent
+        self._observed: defaultdict[Series, Counter[int]] = defaultdict(Counter)
+        self._sums: defaultdict[Series, float] = defaultdict(float)
+        self._gauges: dict[Series, float] = {}  # as last sent
         self._next_message = 0.0
 
     def start_at_zero(self, tiers: Sequence[str]) -> None:
@@ -94,7 +95,7 @@ class Counters:
         return message
 
 
-def _series(gauges: Gauges) -> Iterator[tuple[_Series, float]]:
+def _series(gauges: Gauges) -> Iterator[tuple[Series, float]]:
     for name, values in gauges.items():
         if isinstance(values, Mapping):
             for label, value in values.items():

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_semantic_sched.engine.clock import unix_time
 from vllm_semantic_sched.engine.guard import logger
-from vllm_semantic_sched.engine.metrics.counters import Counters
+from vllm_semantic_sched.engine.metrics.counters import Counters, Series
 from vllm_semantic_sched.engine.requests.endings import (
     Endings,
     is_part_of_beam,
@@ -26,6 +26,7 @@ from vllm_semantic_sched.policy.facts.job import FREE_LENGTH, Job, LevelSource, 
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.order.tenants import read_tenant
 from vllm_semantic_sched.policy.overload.dedup import BadKey, read_key
+from vllm_semantic_sched.policy.overload.refusal import TOO_LARGE
 from vllm_semantic_sched.policy.snapshot import Snapshot
 
 # Longer lists of choices are not read: it would delay the request.
@@ -50,6 +51,8 @@ class Arrival:
     parent: str | None  # the prompt, if this is one of several answers to it
     refusable: bool  # whether its client can receive a refusal
     read_at_once: bool  # whether the instant reader has read its text
+    fits: bool  # whether its KV can ever fit
+    counted_as: Series  # the counter of requests to which it adds
 
 
 @dataclass(eq=False)
@@ -82,16 +85,17 @@ class Arrivals:
             self.predictions.arrived(request.request_id)
         return arrival
 
-    def fit(self, job: Job, request: Request) -> bool:
+    def _fit(self, request: Request) -> bool:
         """Whether a new request can ever fit into the KV cache. An answer that may grow too long
-        ends where the blocks do, as it would at `max_model_len`."""
-        room = 1 + self.most_kv_tokens(request) - request.num_prompt_tokens  # its last needs no KV
+        ends where the blocks do, as it would at `max_model_len`. If vLLM orders the requests
+        (policy key `observe`), it decides about that, too."""
         params = request.sampling_params
-        if params is None or room < max(1, params.min_tokens):
-            return params is None
-        if request.max_tokens > room:
-            request.max_tokens = room
-            job.max_output_tokens = min(job.max_output_tokens, room)
+        if params is None or self.core.policy.observe:
+            return True
+        room = 1 + self.most_kv_tokens(request) - request.num_prompt_tokens  # its last needs no KV
+        if room < max(1, params.min_tokens):
+            return False
+        request.max_tokens = min(request.max_tokens, room)
         return True
 
     def unread(self, request: Request) -> Job:
@@ -114,33 +118,43 @@ class Arrivals:
         stated = stated_length(params)
         self.core.turn(job, request.num_prompt_tokens, request.max_tokens, hint, stated)
 
-    def arrived(self, arrival: Arrival, snapshot: Snapshot | None) -> None:
+    def arrived(self, arrival: Arrival, snapshot: Callable[[], Snapshot] | None) -> None:
         """A request is in the queue; it, or others because of it, may end. Without a snapshot it is
         only counted."""
-        self.counters.add("requests", arrival.job.level_source.value)
+        job = arrival.job
+        self.counters.totals[arrival.counted_as] += 1
         if arrival.read_at_once:
             self.counters.add("instant_predictions")
-        for counter, problem in arrival.problems.items():
+        if arrival.problems:
+            self._count_problems(job, arrival.problems)
+        if not arrival.fits:
+            self.endings.refuse_prompt(job, TOO_LARGE)
+            return
+        if not arrival.refusable or snapshot is None:
+            return
+        if arrival.parent is not None and arrival.parent in self.endings.refused_prompts:
+            self.endings.refuse_prompt(job, self.endings.refused_prompts[arrival.parent])
+            return
+        ends = step.arrived(self.core, snapshot(), job, arrival.dedup_key, arrival.origin)
+        for end in ends:
+            self.endings.refuse_prompt(end.job, end.refusal)
+
+    def _count_problems(self, job: Job, problems: Mapping[str, str | None]) -> None:
+        for counter, problem in problems.items():
             if problem is not None and not self.counters.total(counter, ()):
                 logger.warning(
                     "Request %s: %s; served without it. Further ones are counted in "
                     "semsched:%s_total only.",
-                    *(arrival.job.request_id, problem, counter),
+                    job.request_id,
+                    problem,
+                    counter,
                 )
             self.counters.add(counter)
-        if not arrival.refusable or snapshot is None:
-            return
-        refused = self.endings.refused_prompts
-        if arrival.parent is not None and arrival.parent in refused:
-            self.endings.refuse_prompt(arrival.job, refused[arrival.parent])
-            return
-        ends = step.arrived(self.core, snapshot, arrival.job, arrival.dedup_key, arrival.origin)
-        for end in ends:
-            self.endings.refuse_prompt(end.job, end.refusal)
 
     def _read(self, request: Request, submitted: bool = False) -> Arrival:
         """Read a request by the policy in force. `submitted`: the predictor has its text."""
-        core, request_id, params = self.core, request.request_id, request.sampling_params
+        core = self.core
+        request_id = request.request_id
         extra_args = parameters_of(request)
         hint = core.read_hints(extra_args, request.priority)
         problems: dict[str, str | None] = {}
@@ -149,7 +163,7 @@ class Arrivals:
             dedup_key = read_key(extra_args, core.policy.dedup)
         except BadKey as problem:
             problems["invalid_dedup_keys"] = str(problem)
-        stated = stated_length(params)
+        stated = stated_length(request.sampling_params)
         reads = submitted or self.predictions.reads(request, hint, stated.exact)
         passed, forgery = read_passed(extra_args)
         provisional, awaits_prediction = None, False
@@ -161,6 +175,7 @@ class Arrivals:
             problems["invalid_hints"] = hint.problem
         if forgery:
             problems["forged_readings"] = forgery
+        fits = self._fit(request)
         job = core.draft(
             request_id,
             prompt_tokens=request.num_prompt_tokens,
@@ -181,6 +196,8 @@ class Arrivals:
             parent=parent_of(request_id),
             refusable=self.endings.can_end(request),
             read_at_once=provisional is not None,
+            fits=fits,
+            counted_as=("requests", (job.level_source.value,)),
         )
 
 
@@ -209,8 +226,14 @@ def read_passed(extra_args: Any) -> tuple[Prediction | None, str | None]:
     if not isinstance(entry, bytes):
         return None, f"{READING} in vllm_xargs: only the server itself may set it"
     urgency, length, unreadable, part = json.loads(entry)
-    length, part = length and tuple(length), part and tuple(part)
-    return Prediction(tuple(urgency), length, unreadable, part, instant=True), None
+    prediction = Prediction(
+        urgency=tuple(urgency),
+        length=None if length is None else tuple(length),
+        unreadable=unreadable,
+        part=None if part is None else tuple(part),
+        instant=True,
+    )
+    return prediction, None
 
 
 def stated_length(sampling_params: Any) -> StatedLength:
@@ -249,7 +272,7 @@ def _longest_choice(structured: Any) -> int | None:
     short = isinstance(grammar, str) and len(grammar) <= _MOST_CHARACTERS
     if short and _CHOICES.fullmatch(grammar) is not None:
         # The quotes that are counted leave room for the token that ends the answer.
-        return max(_most_tokens(found.group()) for found in _ONE_CHOICE.finditer(grammar))
+        return max(_most_tokens(choice.group()) for choice in _ONE_CHOICE.finditer(grammar))
     return None
 
 
