@@ -91,7 +91,9 @@ class ReplayEngine(Engine):
         self.waiting[0] += 1
         self.core.enqueue(job, self.core.waiting)
         if event.arrived is not None:
-            snapshot = RecordedSnapshot(event.snapshots[0], self._jobs)
+            # The engine takes none under a policy that admits all; then nothing may be asked here.
+            answers = event.snapshots[0] if event.snapshots else {}
+            snapshot = RecordedSnapshot(answers, self._jobs)
             for end in step.arrived(self.core, snapshot, job, *event.arrived):
                 self._end(end)
 

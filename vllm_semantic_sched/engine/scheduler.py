@@ -184,9 +184,11 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         if request.request_id in self.jobs:
             super().add_request(request)
             return
-        self._adopt_policy()
+        # A burst of arrivals delays the next step: no call, and no `with`, without need.
+        if self.canary.running is not None or self.live_policy.loaded is not None:
+            self._adopt_policy()
         arrival = None
-        try:  # not `with`: a burst of arrivals delays the next step
+        try:
             arrival = self.arrivals.prepared(request)
             self.core.arrive(arrival.job, self.clock())
             self.jobs[request.request_id] = arrival.job

@@ -215,7 +215,10 @@ class SchedulingCore:
             job.level_source is not LevelSource.DEFAULT or not job.awaits_prediction
         ):
             job.level = self.levels.capped(job, job.level)
-        self.lifecycle.arrive(job, self.levels.explain(job))
+        if self.lifecycle.journal is None:
+            self.lifecycle.arrive(job)
+        else:
+            self.lifecycle.arrive(job, self.levels.explain(job))
         return job
 
     def turn(
@@ -260,7 +263,7 @@ class SchedulingCore:
             return
         if seconds is None:
             self.seating.wait(job)
-        else:
+        elif self.seating.watches_waiting:
             self.seating.wait_first(job)
 
     def requeue(self, job: Job, queue: WaitingQueue) -> None:

@@ -135,6 +135,10 @@ class Arrivals:
         if arrival.parent is not None and arrival.parent in self.endings.refused_prompts:
             self.endings.refuse_prompt(job, self.endings.refused_prompts[arrival.parent])
             return
+        overload = self.core.overload
+        if overload is not None and overload.admits_all and arrival.dedup_key is None:
+            overload.enter(job)  # without the engine's accounts, which cost as much as the rest
+            return
         ends = step.arrived(self.core, snapshot(), job, arrival.dedup_key, arrival.origin)
         for end in ends:
             self.endings.refuse_prompt(end.job, end.refusal)

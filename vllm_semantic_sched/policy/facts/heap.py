@@ -62,7 +62,11 @@ class AddressableHeap(Generic[T]):
             if len(entries) > 2 * len(live) + self._SLACK:
                 self._compact()
             return True
-        return entries[0] is entry or live.get(entries[0][2]) is not entries[0]
+        first = entries[0]
+        if first is entry:
+            return True
+        # Without dead entries the first one is not dead, either: as on nearly all arrivals.
+        return len(entries) != len(live) and live.get(first[2]) is not first
 
     def discard(self, item: T) -> bool:
         """Remove `item`; False if it was not stored."""

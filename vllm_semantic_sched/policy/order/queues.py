@@ -81,10 +81,12 @@ class TenantQueue:
 
     def push(self, job: Job, rank: Rank) -> bool:
         """Put a job into the heap, or move it there; whether `peek` may change."""
-        if self.buffer and self.buffer.pop(job, self) is not self:
-            self._heap.push(job, rank)
-            return True
-        return self._heap.push(job, rank)
+        if not self.buffer:
+            return self._heap.push(job, rank)
+        was_buffered = job in self.buffer
+        if was_buffered:
+            del self.buffer[job]
+        return self._heap.push(job, rank) or was_buffered
 
     def remove(self, job: Job) -> None:
         if self.buffer.pop(job, self) is self:
@@ -138,7 +140,10 @@ class LevelQueue:
 
     def push(self, job: Job, rank: Rank) -> bool:
         """Queue a job, or move it to its new rank; whether `peek` may change."""
-        head_changed = self._queue_of(job).push(job, rank)
+        queue = self._queues.get(job.tenant if self._by_tenant else ANONYMOUS)
+        if queue is None:
+            queue = self._add_queue(job)
+        head_changed = queue.push(job, rank)
         if job.credit is not None and job.overdue:
             self.overdue.push(job, job.sequence)
             return True
@@ -146,7 +151,10 @@ class LevelQueue:
 
     def buffer(self, job: Job) -> None:
         """Append a new job without a prediction to its tenant's buffer."""
-        self._queue_of(job).buffer[job] = None
+        queue = self._queues.get(self.tenant_of(job))
+        if queue is None:
+            queue = self._add_queue(job)
+        queue.buffer[job] = None
 
     def remove(self, job: Job) -> None:
         tenant = self.tenant_of(job)
@@ -215,10 +223,9 @@ class LevelQueue:
     def tenant_of(self, job: Job) -> str:
         return job.tenant if self._by_tenant else ANONYMOUS
 
-    def _queue_of(self, job: Job) -> TenantQueue:
-        tenant = job.tenant if self._by_tenant else ANONYMOUS
-        queue = self._queues.get(tenant)
-        if queue is None:
-            queue = self._queues[tenant] = TenantQueue(self._rules)
-            self.counters.enter(tenant)
+    def _add_queue(self, job: Job) -> TenantQueue:
+        """Add the queue of a job's tenant."""
+        tenant = self.tenant_of(job)
+        queue = self._queues[tenant] = TenantQueue(self._rules)
+        self.counters.enter(tenant)
         return queue

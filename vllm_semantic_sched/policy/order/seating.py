@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.reference import Derived, PolicyRef
 from vllm_semantic_sched.policy.estimates.decision import LevelWorth, level_worth
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
@@ -27,6 +28,7 @@ class Seating(QueueRules):
         self.meter = Meter(lambda: estimates.profile, self._charge, self.holdings)
         self.waiting = WaitingQueue(self)
         self._worth = Derived(ref, level_worth)
+        self._watches_waiting = Derived(ref, _watches_waiting)
 
     def set_capacity(self, capacity: EngineCapacity, tokens_per_step: int) -> None:
         """See `SchedulingCore.set_capacity`."""
@@ -39,6 +41,11 @@ class Seating(QueueRules):
         """Forget what the previous policy decided."""
         self.fair_share.reset()
         self.waiting.changed()
+
+    @property
+    def watches_waiting(self) -> bool:
+        """Whether a job that enters the queue matters to more than the queue: see `wait_first`."""
+        return self._watches_waiting.table
 
     @property
     def worth(self) -> LevelWorth:
@@ -168,3 +175,7 @@ class Seating(QueueRules):
         if to_tenant:
             queue = self.waiting.queues[level]
             queue.counters.charge(queue.tenant_of(job), seconds)
+
+
+def _watches_waiting(policy: Policy) -> bool:
+    return policy.aging.enabled or policy.deadlines.enabled or policy.kv_peak.enabled

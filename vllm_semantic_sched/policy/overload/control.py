@@ -48,6 +48,11 @@ class OverloadControl(Listener):
         self._admits_all = Derived(ref, admits_all)
         self._timeouts = Derived(ref, _timeouts)
 
+    @property
+    def admits_all(self) -> bool:
+        """Whether the policy admits every request without a dedup key."""
+        return self._admits_all.table
+
     # Lifecycle events, see `Listener`; time held counts neither as waiting nor as load
 
     def moved(self, transition: Transition) -> None:
@@ -65,6 +70,11 @@ class OverloadControl(Listener):
 
     # Decisions
 
+    def enter(self, job: Job) -> None:
+        """Admit a new job without a dedup key under a policy that `admits_all`."""
+        entry = self._entry(job, job.arrival, job.drafted_tokens)
+        self.account.enter(job, entry, self._timeouts.table[entry.level])
+
     def admit(
         self,
         job: Job,
@@ -75,10 +85,10 @@ class OverloadControl(Listener):
     ) -> list[Ended]:
         """Admit or refuse a new job; it waits unless it is among the jobs returned. `free_seats` is
         asked only if the policy can refuse; `dedup_key`, `origin`: see `dedup`."""
-        entry = self._entry(job, now, job.drafted_tokens)
         if dedup_key is None and self._admits_all.table:
-            self.account.enter(job, entry, self._timeouts.table[entry.level])
+            self.enter(job)
             return []
+        entry = self._entry(job, now, job.drafted_tokens)
         self.load.look(now)
         if dedup_key is None:
             return self._let_in(job, entry, free_seats(), [])
