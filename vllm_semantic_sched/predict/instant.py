@@ -94,7 +94,7 @@ class FeatureReader:
         """The wordpieces and pairs of a text by the place of their row."""
         encoding, pieces, pairs = self.read(self.cut(text))
         words = cut_pieces(encoding.tokens, self._room)
-        both = [f"{one} {other}" for one, other in itertools.pairwise(words)]
+        both = [f"{word} {following}" for word, following in itertools.pairwise(words)]
         return dict(zip([*pairs.tolist(), *pieces.tolist()], [*both, *words], strict=True))
 
     def read(self, cut: str) -> tuple[Encoding, Ints, Ints]:
@@ -150,12 +150,16 @@ class InstantReader:
         """Predict one text; any string is accepted."""
         cut = self._features.cut(text)
         _, pieces, pairs = self._features.read(cut)
-        at, table = numpy.unique(numpy.concatenate((pieces, pairs))), self._table
-        logits = table.bias + table.rows[at].sum(axis=0) / max(1, len(at)) ** DAMPING
-        urgency, length = (
-            tuple(_softmax(part).tolist()) for part in numpy.split(logits, [self.levels])
+        table = self._table
+        places = numpy.unique(numpy.concatenate((pieces, pairs)))
+        logits = table.bias + table.rows[places].sum(axis=0) / max(1, len(places)) ** DAMPING
+        return Prediction(
+            urgency=tuple(_softmax(logits[: self.levels]).tolist()),
+            length=tuple(_softmax(logits[self.levels :]).tolist()),
+            unreadable=unreadable(cut),
+            part=self._urgent_part(pieces, pairs),
+            instant=True,
         )
-        return Prediction(urgency, length, unreadable(cut), self._urgent_part(pieces, pairs), True)
 
     def _urgent_part(self, pieces: Ints, pairs: Ints) -> tuple[float, ...] | None:
         """Probabilities of the levels of the part with the lowest expected level; None if the text

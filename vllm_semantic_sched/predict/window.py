@@ -169,11 +169,11 @@ def unreadable(text: str) -> str | None:
         words = text.split()
     if _broken(text):
         return "broken"
-    letters = [one for one in text if one.isalpha()]
-    if not letters and not any(one.isdigit() for one in text):
+    if not any(map(str.isalpha, text)) and not any(map(str.isdigit, text)):
         return "empty"
     if not text.isascii():  # ASCII letters are Latin
-        known = sum(_script(one) in _SCRIPTS for one in letters)
+        letters = [letter for letter in text if letter.isalpha()]
+        known = sum(_script(letter) in _SCRIPTS for letter in letters)
         if letters and known < (1 - _MOST_FOREIGN) * len(letters):
             return "script"
     if sum(map(len, _ENCODED_WORD.findall(text))) > _MOST_ENCODED * len(text):
@@ -189,8 +189,9 @@ def _broken(text: str) -> bool:
         return False
     control = ("Cc", "Co", "Cn")
     bad = sum(
-        one == "\ufffd" or (not one.isspace() and unicodedata.category(one) in control)
-        for one in text
+        character == "\ufffd"
+        or (not character.isspace() and unicodedata.category(character) in control)
+        for character in text
     )
     return bad > _MOST_BROKEN * len(text)
 

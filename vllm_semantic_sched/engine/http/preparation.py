@@ -81,7 +81,8 @@ class GlanceRules:
 
     def glance_at(self, request: dict[str, Any], priority: int | None = None) -> Glance:
         """Read an OpenAI request, as parsed."""
-        policy, user = self.policy, request.get("user")
+        policy = self.policy
+        user = request.get("user")
         if priority is None:
             priority = request.get("priority")
         extra = request.get("vllm_xargs")
@@ -98,7 +99,13 @@ class GlanceRules:
             hints["urgency"] = extra["urgency"]
         if isinstance(priority, int):
             hints["priority"] = priority
-        return Glance(level, reading, user if isinstance(user, str) else None, has_media, hints)
+        return Glance(
+            level=level,
+            reading=reading,
+            user=user if isinstance(user, str) else None,
+            has_media=has_media,
+            hints=hints,
+        )
 
 
 def read_user(request: dict[str, Any]) -> tuple[list[str], bool]:
