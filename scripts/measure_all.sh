@@ -117,8 +117,6 @@ step presets-engine semsched bench run --model "$model" --requests 1000 --overlo
     --output "$output/presets-engine"
 step reproduction-live scripts/studies/reproduction_live.py --model "$model" --quiet \
     --output "$output/reproduction-live"
-step prediction-latency scripts/studies/prediction_latency.py --model "$model" --vary both \
-    --no-instant --quiet --output "$output/prediction-latency"
 step tiers scripts/studies/tiers.py --model "$small" --profile cpu-2core-small --quiet \
     --output "$output/tiers"
 step shares scripts/studies/shares.py --model "$model" --quiet --output "$output/shares"

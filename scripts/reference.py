@@ -29,6 +29,7 @@ _RELEASES_HEAD = (
 _YAML_WORDS = {"None": "null", "True": "true", "False": "false", "()": "[]", "off": "'off'"}
 _HEAD = (
     "Every key of a policy file with its default and meaning, written by scripts/reference.py. "
+    "Each says who changes it, on what evidence, and where the effect shows. "
     "Copy the keys that you change; `null` is: not set. A server takes a changed file up on "
     "`semsched policy reload`, except for keys that take effect at restart."
 )
@@ -44,6 +45,14 @@ class Effect(NamedTuple):
 
     codes: tuple[Code, ...]
     metrics: tuple[str, ...]
+
+
+class User(NamedTuple):
+    """Who changes a key and on what evidence, and the test of its effect if nothing that ships
+    sets it."""
+
+    who: str
+    test: str | None
 
 
 @functools.cache
@@ -71,6 +80,12 @@ def effect_of(key: str) -> Effect:
             if name in _effects():
                 return _effects()[name]
     raise KeyError(key)
+
+
+@functools.cache
+def users() -> dict[str, User]:
+    """The user of each policy key."""
+    return {key: User(entry["who"], entry.get("test")) for key, entry in _texts()["users"].items()}
 
 
 def insert(path: Path) -> None:
@@ -164,6 +179,8 @@ def _meaning(key: Key) -> str:
     if restart_reason(key.name) is not None:
         words.append("Takes effect at restart.")
     if key.default:
+        if (user := users().get(key.name)) is not None:
+            words.append(f"Changed by {user.who}.")
         words.append(f"Metrics: {', '.join(effect.metrics)}.")
     return " ".join(" ".join(words).split())
 

@@ -4,8 +4,8 @@ evaluation."""
 import random
 
 from vllm_semantic_sched.lab.datasets import TriageVisit
-from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import decide_level
+from vllm_semantic_sched.policy.facts.decision import Decision
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict.corrections import Correction
 
@@ -30,6 +30,7 @@ class TwoLevels:
 
     levels = 2
     length_buckets = LengthBuckets((50,), (10.0, 200.0))
+    decision = Decision()
 
     def predict(self, texts):
         return [

@@ -57,7 +57,7 @@ def policy(swap: bool) -> dict[str, Any]:
     data, _ = read_config("ems", kind="policy")
     data |= {"predictor": {"enabled": False}}
     if swap:
-        data |= {"retention": {"mode": "swap", "survival": 1}}
+        data |= {"retention": {"mode": "swap"}}
     return dict(data)
 
 

@@ -38,7 +38,7 @@ tiers:
   - {name: urgent, share: 0.3}
   - {name: semi, queue: {requests: 30, timeout: 20}}
   - {name: routine, queue: {requests: 20, timeout: 10}, shed_order: 1}
-dedup: {enabled: true}
+dedup: waiting
 admission: {queue: {requests: 60}}
 aging: {enabled: true, interval: 2}
 deadlines: {enabled: true}
@@ -67,15 +67,15 @@ INVALID_POLICIES = (
     "base: sjf\n",
     "preemption: {max_per_reqest: 1}\n",
     "default_level: 99\n",
-    "stage: {mode: sometimes}\n",
+    "retention: {mode: sometimes}\n",
     "{",
 )
 VALID_POLICIES = (
     "",
-    "preemption: {max_per_request: 8, max_victims_per_step: 16}\n",
-    "preemption: {min_level_gap: 2}\nstage: {mode: gate}\n",
-    "default_level: 4\nstage: {mode: off}\n",
-    "default_level: 1\ndecision: {rule: most_likely}\nlength: {estimate: p90}\n",
+    "preemption: {max_per_request: 8}\n",
+    "preemption: {min_level_gap: 2}\nprotect: {level: 1}\n",
+    "default_level: 4\nprotect: {level: null}\n",
+    "default_level: 1\ndecision: {missed_cost: [2.0]}\n",
 )
 
 

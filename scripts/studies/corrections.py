@@ -15,8 +15,8 @@ from vllm_semantic_sched.lab.evaluation.examples import builtin_set
 from vllm_semantic_sched.lab.evaluation.metrics import mean
 from vllm_semantic_sched.lab.report.tables import make_table
 from vllm_semantic_sched.lab.training.corrections import figures, refit
-from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import decide_level
+from vllm_semantic_sched.policy.facts.decision import Decision
 from vllm_semantic_sched.predict.corrections import Correction
 from vllm_semantic_sched.predict.model import TextPredictor
 from vllm_semantic_sched.sim.data_folder import data_root

@@ -2,8 +2,8 @@
 
 First some requests of level 4 with long prompts arrive at once, then urgent messages one by one.
 The study compares how fast these get their first token and the others, and when the long prompts
-get theirs: under vLLM's schedulers, the policy `ems`, and `ems` without holds in each mode of
-`stage`. Prints a table and writes `long-prompts.json`. The model must take such prompts:
+get theirs: under vLLM's schedulers, the policy `ems`, and `ems` without holds. Prints a table and
+writes `long-prompts.json`. The model must take such prompts:
 `semsched bench make-model DIR --max-model-len 20480`.
 """
 
@@ -30,23 +30,19 @@ if TYPE_CHECKING:
 _CONTEXT = 1000  # tokens, about, of each piece of a long prompt
 _LONG_ANSWER = 16
 _FIRST_URGENT = 1.0  # seconds after the long prompts
-_MODES = ("off", "gate")
 
 
 def schedulers(output: Path) -> list[SchedulerSpec]:
-    """Return vLLM's schedulers, `ems`, and `ems` without holds in each mode of `stage`."""
+    """Return vLLM's schedulers, `ems`, and `ems` without holds."""
     data, _ = read_config("ems", kind="policy")
-    specs = [
+    path = output / "no-holds.yaml"
+    path.write_text(yaml.safe_dump({**data, "protect": {"level": None}}))
+    return [
         SchedulerSpec("fcfs", "fcfs"),
         SchedulerSpec("priority", "priority"),
         SchedulerSpec("ems", "semantic-true", "ems"),
+        SchedulerSpec("no holds", "semantic-true", str(path.resolve())),
     ]
-    for mode in _MODES:
-        path = output / f"stage-{mode}.yaml"
-        stage = {**data.get("stage", {}), "mode": mode}
-        path.write_text(yaml.safe_dump({**data, "protect": {"level": None}, "stage": stage}))
-        specs.append(SchedulerSpec(f"no holds, stage {mode}", "semantic-true", str(path.resolve())))
-    return specs
 
 
 def make_load(args: argparse.Namespace) -> list[BenchRequest]:

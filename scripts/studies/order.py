@@ -44,8 +44,6 @@ _NO_PEAK: Policy = {"kv_peak": {"enabled": False}}
 VARIANTS: dict[str, Policy] = {
     "urgency alone": _STRICT,
     **{f"factor {factor}": {"weighted_levels": {"factor": factor}} for factor in (2, 4, 8, 16)},
-    "factor 4, median length": {"length": {"estimate": "median"}},
-    "factor 4, p90 length": {"length": {"estimate": "p90"}},
     "factor 4, KV peak": {"kv_peak": {"enabled": True}},
     "throughput": {"policy": "throughput"} | _NO_PEAK,
     "throughput, KV peak": {"policy": "throughput", "kv_peak": {"enabled": True}},

@@ -64,8 +64,8 @@ def report(results: Results) -> Iterator[str]:
     for name, axis, numbers in (
         ("paper-table1-script", "predictor.latency", PRINTED["table_1"]),
         ("paper-table1", "predictor.latency", PRINTED["table_1"]),
-        ("paper-table2-script", "overrides.predictor.max_batch", PRINTED["table_2"]),
-        ("paper-table2", "overrides.predictor.max_batch", PRINTED["table_2"]),
+        ("paper-table2-script", "predictor.max_batch", PRINTED["table_2"]),
+        ("paper-table2", "predictor.max_batch", PRINTED["table_2"]),
     ):
         yield from _big_table(name, results[name], axis, numbers)
     yield from _error_rates("paper-fig2a", results["paper-fig2a"], PRINTED["figure_2a"])
@@ -92,8 +92,7 @@ def _big_table(
     name: str, cells: Sequence[Cell], axis: str, numbers: Sequence[Sequence[float]]
 ) -> Iterator[str]:
     by_mode = {
-        mode: [cell for cell in cells if cell.point["overrides.predictor.mode"] == mode]
-        for mode in _MODES
+        mode: [cell for cell in cells if cell.point["predictor.mode"] == mode] for mode in _MODES
     }
     ordered = [cell for mode in _MODES for cell in by_mode[mode]]
     header = [""] + [

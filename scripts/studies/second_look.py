@@ -24,8 +24,7 @@ from common import main, write_json
 
 from vllm_semantic_sched.cli.console import make_console
 from vllm_semantic_sched.lab.report.tables import make_table
-from vllm_semantic_sched.policy.config.estimates import Decision, SecondLook
-from vllm_semantic_sched.policy.estimates.decision import decide_level
+from vllm_semantic_sched.policy.estimates.decision import CERTAIN_PART, decide_level
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.predict.model import TextPredictor
 from vllm_semantic_sched.predict.second_look import MOST_PARTS, parts_of
@@ -69,10 +68,10 @@ def run(args: argparse.Namespace) -> int:
     for name, certain in (
         ("parts", 0.9),
         ("parts", 0.95),
-        ("parts", SecondLook().certain),
+        ("parts", CERTAIN_PART),
         ("parts", 0.995),
-        ("parts alone", SecondLook().certain),
-        ("sentences seen before", SecondLook().certain),
+        ("parts alone", CERTAIN_PART),
+        ("sentences seen before", CERTAIN_PART),
     ):
         readings = _readings(name, texts, predictor)
         rows += _figures(name, certain, texts, first, readings)
@@ -117,7 +116,8 @@ def _figures(
     """Numbers of texts read as level 0 or 1, by kind, without and with the second look."""
     counts: defaultdict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for text, whole, parts in zip(texts, first, readings, strict=True):
-        read_urgent = decide_level(whole.urgency, Decision()) <= _URGENT and not whole.unreadable
+        level = decide_level(whole.urgency, whole.decision)
+        read_urgent = level <= _URGENT and not whole.unreadable
         raised = read_urgent or any(
             sum(part.urgency[: _URGENT + 1]) >= certain and not part.unreadable for part in parts
         )

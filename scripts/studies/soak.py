@@ -137,8 +137,7 @@ def run(args: argparse.Namespace) -> int:
     """Disturb a server for hours; 1 if something grows or a guarantee is violated."""
     policy = args.output / "policy.yaml"
     log = args.output / "events.jsonl"
-    limits = "max_bytes: 4000000, backups: 1"
-    policy.write_text(f"{chaos.BASE_POLICY}events: {{path: {log.resolve()}, {limits}}}\n")
+    policy.write_text(f"{chaos.BASE_POLICY}events: {{path: {log.resolve()}}}\n")
     config = ServerConfig(
         model=args.model,
         log=args.output / "server.log",

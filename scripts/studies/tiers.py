@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +27,7 @@ from vllm_semantic_sched.lab.bench.usage import read_counters
 from vllm_semantic_sched.lab.bench.workload import Workload, WorkloadConfig, make_workload
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.config.files import read_config
-from vllm_semantic_sched.policy.config.order import ROUNDING
+from vllm_semantic_sched.policy.order.credit import SHARE, promotions_to_overdue
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -119,10 +118,7 @@ def totals_of(
 
 def seconds_to_overdue(aging: Aging, level: int) -> float | None:
     """Waiting time after which a request of a level is overdue; None: never."""
-    needed = aging.promotions_to_overdue(level)
-    if not aging.enabled or aging.most_promotions(level) < needed:
-        return None
-    return aging.interval * needed
+    return aging.interval * promotions_to_overdue(level) if aging.enabled else None
 
 
 def wait_bound(
@@ -133,7 +129,7 @@ def wait_bound(
     overdue = seconds_to_overdue(aging, level)
     if overdue is None:
         return None
-    per_request = math.ceil(1.0 / aging.share - ROUNDING) * admission_gap + seat_seconds
+    per_request = round(1.0 / SHARE) * admission_gap + seat_seconds
     return overdue + (older + 1) * per_request
 
 

@@ -1,18 +1,22 @@
 """`semsched corrections` on a file; `tests/engine/http` has the server's part."""
 
+import json
+
 import pytest
-import yaml
 from predictor_examples import corrections
 
 from vllm_semantic_sched.cli import main
-from vllm_semantic_sched.policy.config import load_policy
+from vllm_semantic_sched.policy.facts.decision import decision_of
+from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, weights_file
 from vllm_semantic_sched.predict.corrections import append
 
 
-def test_better_thresholds_are_written_as_a_policy(tmp_path, capsys, monkeypatch) -> None:
+def test_better_thresholds_are_written_into_a_copy_of_the_model(
+    tmp_path, capsys, monkeypatch
+) -> None:
     # The fit itself is tested elsewhere.
     monkeypatch.setattr("vllm_semantic_sched.lab.training.thresholds._RESAMPLES", 5)
-    path, output = tmp_path / "corrections.jsonl", tmp_path / "new.yaml"
+    path, output = tmp_path / "corrections.jsonl", tmp_path / "new"
     for number, one in enumerate(corrections(300, seed=1, shift=1.2)):
         append(path, one._replace(sampled=number % 2 == 0))
     arguments = ["corrections", str(path), "--output", str(output)]
@@ -20,8 +24,13 @@ def test_better_thresholds_are_written_as_a_policy(tmp_path, capsys, monkeypatch
     printed = capsys.readouterr().out
     assert "300 corrections, 150 of requests drawn at random" in printed
     assert "better" in printed and "biased" in printed
-    assert load_policy(str(output)).decision.thresholds > load_policy("ems").decision.thresholds
-    assert list(yaml.safe_load(output.read_text())) == ["decision"]
+    old, new = (
+        json.loads((folder / "config.json").read_text()) for folder in (SHIPPED_WEIGHTS, output)
+    )
+    assert decision_of(new).thresholds > decision_of(old).thresholds
+    assert decision_of(new).possible == decision_of(old).possible
+    assert {key for key in new if new[key] != old[key]} == {"decision"}
+    assert weights_file(output) is not None
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from vllm_semantic_sched.lab.evaluation.measure import (
     NO_CLAIM,
     TRANSLATED_CLAIM,
 )
+from vllm_semantic_sched.policy.facts.decision import Decision
 from vllm_semantic_sched.predict.instant import InstantReader
 from vllm_semantic_sched.predict.model import TextPredictor
 
@@ -165,19 +166,20 @@ def test_page_has_report_tables_and_confusion_matrix(small_model, table, tmp_pat
     assert confusion == [[str(count) for count in row] for row in report["confusion"]]
 
 
-def test_policy_decides_level_report_shows_most_likely(small_model, tmp_path):
+def test_policy_has_costs_model_has_rule(small_model, tmp_path, monkeypatch):
     table = tmp_path / "one.csv"
     table.write_text("text,level\nhello,1\n")
     policy = tmp_path / "policy.yaml"
-    policy.write_text("decision: {rule: least_cost, missed_cost: [200]}\n")
+    policy.write_text("decision: {missed_cost: [200]}\n")
+    monkeypatch.setattr(TwoLevels, "decision", Decision(rule="least_cost"))
     assert run("--data", table, "--output", tmp_path, "--policy", policy) == 0
     report = report_in(tmp_path)
     # At 200 a level, a hundredth of a chance of level 0 is dearer than being early.
     assert report["recall"][1] == 0.0 and report["most_likely"]["recall"][1] == 1.0
     assert report["decision"]["missed_cost"] == [200.0]
     assert "most likely level" in (tmp_path / "report.md").read_text()
-    policy.write_text("decision: {rule: most_likely}\n")
-    assert run("--data", table, "--output", tmp_path, "--policy", policy) == 0
+    monkeypatch.setattr(TwoLevels, "decision", Decision(rule="most_likely"))
+    assert run("--data", table, "--output", tmp_path) == 0
     assert report_in(tmp_path)["accuracy"] == 1.0
     assert "predictor, most likely level" not in (tmp_path / "report.md").read_text()
 

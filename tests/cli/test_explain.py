@@ -76,15 +76,13 @@ def test_the_shipped_model_is_explained(capsys) -> None:
     assert sum(answer["probabilities"]) == pytest.approx(1, abs=1e-4)
 
 
-@pytest.mark.parametrize(("certain", "raises_to"), [(0.89, 0), (0.95, None)])
+@pytest.mark.parametrize(("urgent", "raises_to"), [(0.99, 0), (0.9, None)])
 def test_second_look_shows_parts_and_what_raised_the_level(
-    alarm, capsys, monkeypatch, tmp_path, certain, raises_to
+    alarm, capsys, monkeypatch, tmp_path, urgent, raises_to
 ) -> None:
     text = f"{'calm words ' * 60} big fire {'calm words ' * 60}"
-    monkeypatch.setattr(Alarm, "_one", lambda self, words: reading(words, text.split()))
-    policy = tmp_path / "mine.yaml"
-    policy.write_text(f"predictor: {{second_look: {{certain: {certain}}}}}\n")
-    arguments = ["explain", text, "--policy", str(policy)]
+    monkeypatch.setattr(Alarm, "_one", lambda self, words: reading(words, text.split(), urgent))
+    arguments = ["explain", text]
     assert main([*arguments, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     found = [part for part in answer["second_look"] if "big fire" in part["text"]]
@@ -93,9 +91,13 @@ def test_second_look_shows_parts_and_what_raised_the_level(
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert f"urgency level {answer['level']}" in printed and "second look" in printed
+    policy = tmp_path / "once.yaml"
+    policy.write_text("predictor: {second_look: false}\n")
+    assert main([*arguments, "--json", "--policy", str(policy)]) == 0
+    assert not json.loads(capsys.readouterr().out)["second_look"]
 
 
-def reading(words: list[str], whole: list[str]) -> Prediction:
+def reading(words: list[str], whole: list[str], urgent: float) -> Prediction:
     """The fire is lost in the whole text."""
-    urgent = 0.9 if "fire" in words and len(words) < len(whole) // 2 else 0.0
+    urgent = urgent if "fire" in words and len(words) < len(whole) // 2 else 0.0
     return Prediction((urgent, 1 - urgent), (0.5, 0.5))

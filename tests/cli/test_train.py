@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from vllm_semantic_sched.cli import main, parse
-from vllm_semantic_sched.policy.config import load_policy
+from vllm_semantic_sched.policy.facts.decision import DEFAULT_DECISION, decision_of
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +164,9 @@ def test_levels_are_learned_from_csv_with_domain_labels(tmp_path, capsys, base):
     assert max(range(5), key=down.urgency.__getitem__) == 0
     assert max(range(5), key=thanks.urgency.__getitem__) == 4
     assert json.loads((model / "report" / "report.json").read_text())["n"] == 3
-    assert load_policy(model / "thresholds.yaml").decision.rule == "thresholds"
+    settings = json.loads((model / "config.json").read_text())
+    decision = TextPredictor.load(str(model)).decision
+    assert decision == decision_of(settings) != DEFAULT_DECISION
     assert " of the 3 texts for the report are trained on as well" in capsys.readouterr().out
 
 

@@ -78,9 +78,11 @@ def test_lines_contain_request_time_states_and_reason(tmp_path) -> None:
     }
 
 
-def test_rotated_files_hold_all_lines_in_order(tmp_path) -> None:
+def test_rotated_files_hold_all_lines_in_order(tmp_path, monkeypatch) -> None:
     path = tmp_path / "events.jsonl"
-    log = make_log(path, max_bytes=20_000, backups=50)
+    monkeypatch.setattr(event_log, "MAX_BYTES", 20_000)
+    monkeypatch.setattr(event_log, "BACKUPS", 50)
+    log = make_log(path)
     for number in range(1000):
         log.moved(transition(number))
     log.close()

@@ -19,7 +19,6 @@ from vllm_semantic_sched.lab.bench.standalone import (
     model_output,
     run_step,
 )
-from vllm_semantic_sched.policy.config.files import read_config
 from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
 
@@ -120,7 +119,7 @@ def test_reservation_larger_than_the_engine_stops_the_start(build) -> None:
 
 
 def test_background_is_served_under_permanent_premium_load(build) -> None:
-    policy = {"base": "priority", "aging": {"enabled": True, "interval": 0.02, "share": 0.2}}
+    policy = {"base": "priority", "aging": {"enabled": True, "interval": 0.02}}
     for enabled in (True, False):
         policy["aging"]["enabled"] = enabled
         scheduler = build(policy, max_num_seqs=2)
@@ -229,14 +228,11 @@ def test_random_traffic_with_all_features_frees_everything(tmp_path_factory, eve
     finish_all(scheduler)
 
 
-def test_shares_converge_and_only_pressure_refuses(tmp_path) -> None:
+def test_shares_converge_and_only_pressure_refuses() -> None:
     """The shipped policy `shares`: each tier keeps as many requests in flight as its share allows,
     then background far more."""
-    keys = read_config("shares", kind="policy")[0]
-    path = tmp_path / "policy.yaml"
-    path.write_text(yaml.safe_dump(keys | {"fair_share": keys["fair_share"] | {"window": 3}}))
     scheduler = build_scheduler(
-        SemanticScheduler, semantic_sched={"policy": str(path)}, max_num_seqs=3
+        SemanticScheduler, semantic_sched={"policy": "shares"}, max_num_seqs=3
     )
     now, number = 0.0, itertools.count()
     scheduler.clock.seconds = lambda: now

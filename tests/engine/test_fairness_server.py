@@ -22,7 +22,7 @@ tiers:
   - {name: premium, reserve: {seats: 1}}
   - {name: standard}
   - {name: background}
-aging: {enabled: true, interval: 0.4, share: 0.25}
+aging: {enabled: true, interval: 0.4}
 tenants: {fair: true}
 """
 
@@ -92,9 +92,9 @@ def test_changed_policy_is_reloaded_without_a_command(server, folder) -> None:
         return AdminClient(server.url).status()[0]["policy"]
 
     assert policy()["version"] == 1
-    write_policy(folder, "..2", POLICY.replace("share: 0.25", "share: 0.5"))
+    write_policy(folder, "..2", POLICY.replace("interval: 0.4", "interval: 0.5"))
     wait_until(lambda: policy()["version"] == 2, seconds=60)
-    assert policy()["changed"] == ["aging.share"]
+    assert policy()["changed"] == ["aging.interval"]
     write_policy(folder, "..3", POLICY + "base: sjf\n")
     wait_until(lambda: policy()["result"] == "refused", seconds=60)
     assert policy()["version"] == 2

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).with_name("offline_engine.py")
 def reports(slim_model, tmp_path_factory, run_offline) -> dict[str, dict]:
     """By mode."""
     policy = tmp_path_factory.mktemp("offline") / "mine.yaml"
-    policy.write_text("dedup: {enabled: true}\n")
+    policy.write_text("dedup: waiting\n")
     printed = run_offline(SCRIPT, slim_model, policy, "in turn", "asynchronous")
     lines = [line for line in printed.splitlines() if line.startswith('{"mode": ')]
     return {report["mode"]: report for report in map(json.loads, lines)}

@@ -66,7 +66,7 @@ def test_overflowing_requests_are_refused_in_the_next_step(build, async_scheduli
 
 
 def test_parts_of_one_client_request_have_one_origin(build) -> None:
-    scheduler = build({"dedup": {"enabled": True}}, max_num_seqs=1)
+    scheduler = build({"dedup": "waiting"}, max_num_seqs=1)
     add(scheduler, "running", output_tokens=50)
     step(scheduler)
     key = {"dedup_key": "k"}
@@ -91,7 +91,7 @@ def test_refusing_one_of_several_answers_ends_all(build) -> None:
 def test_dropping_one_of_several_answers_ends_all(build) -> None:
     limits = {"max_per_request": 0, "after_limit": "drop"}
     tiers = [{"name": "a"}, {"name": "b", "drop": True}]
-    levels = {"levels": 2, "default_level": 1, "stage": {"protected_level": 0}}
+    levels = {"levels": 2, "default_level": 1}
     policy = levels | {"tiers": tiers, "preemption": limits, "protect": {"level": None}}
     scheduler = build(policy, max_num_seqs=4)
     answers = [f"{number}_cmpl-7f3a-0-0a1b2c3d" for number in range(4)]
@@ -142,7 +142,7 @@ def test_observing_changes_no_request(build) -> None:
 
 
 def test_unusable_dedup_key_is_counted_and_the_request_served(build) -> None:
-    scheduler = build({"dedup": {"enabled": True}})
+    scheduler = build({"dedup": "waiting"})
     for number, key in enumerate([7, "", "x" * 500, ["a"]]):
         add(scheduler, f"r{number}", extra={"dedup_key": key})
     assert step(scheduler) == {}
@@ -185,7 +185,7 @@ def test_pressure_shedding_and_promises_are_reported(build) -> None:
 CHAOS = {
     "preemption": {"min_level_gap": 1},
     "admission": {"queue": {"requests": 3, "timeout": 5.0}},
-    "dedup": {"enabled": True, "running": "end"},
+    "dedup": "running",
     "shedding": {"enabled": True, "waiting": "end"},
     "tiers": [
         {"name": "premium", "slo": {"ttft": 1.0}},

@@ -149,9 +149,12 @@ def test_kv_shortage_preempts_the_least_urgent(policy) -> None:
     assert_clean(scheduler)
 
 
-@pytest.mark.parametrize(("mode", "beside_the_decode"), [("gate", []), ("off", [3000, *9 * [1]])])
-def test_gate_keeps_prefills_away_from_an_urgent_decode(policy, mode, beside_the_decode) -> None:
-    scheduler = build(policy(f"stage: {{mode: {mode}}}\n"), max_num_seqs=8)
+@pytest.mark.parametrize(("gated_level", "beside_the_decode"), [(0, []), (None, [3000, *9 * [1]])])
+def test_gate_keeps_prefills_away_from_an_urgent_decode(
+    policy, gated_level, beside_the_decode
+) -> None:
+    scheduler = build(policy(""), max_num_seqs=8)
+    scheduler.core.gated_level = gated_level
     add(scheduler, "urgent", urgency=0, output_tokens=20)
     run_step(scheduler)
     add(scheduler, "long", urgency=3, prompt_tokens=3000)
@@ -168,9 +171,12 @@ def test_gate_keeps_prefills_away_from_an_urgent_decode(policy, mode, beside_the
     assert_clean(scheduler)
 
 
-@pytest.mark.parametrize(("mode", "beside_the_decode"), [("gate", 0), ("off", 199)])
-def test_running_prefill_yields_to_an_urgent_request(policy, mode, beside_the_decode) -> None:
-    scheduler = build(policy(f"stage: {{mode: {mode}}}\n"), max_num_batched_tokens=200)
+@pytest.mark.parametrize(("gated_level", "beside_the_decode"), [(0, 0), (None, 199)])
+def test_running_prefill_yields_to_an_urgent_request(
+    policy, gated_level, beside_the_decode
+) -> None:
+    scheduler = build(policy(""), max_num_batched_tokens=200)
+    scheduler.core.gated_level = gated_level
     add(scheduler, "long", urgency=3, prompt_tokens=2000)
     run_step(scheduler)
     add(scheduler, "urgent", urgency=0, prompt_tokens=20, output_tokens=5)
@@ -500,12 +506,14 @@ events = st.lists(
 
 
 @settings(max_examples=40)
-@given(events, st.sampled_from([0, 1]), st.sampled_from(["off", "gate"]), st.booleans())
-def test_random_traffic_frees_everything(tmp_path_factory, events, ahead, mode, holds) -> None:
+@given(events, st.sampled_from([0, 1]), st.sampled_from([None, 0]), st.booleans())
+def test_random_traffic_frees_everything(
+    tmp_path_factory, events, ahead, gated_level, holds
+) -> None:
     """Asynchronous scheduling runs one step ahead of the outputs."""
     path = tmp_path_factory.mktemp("policy") / "p.yaml"
     protect = "protect: {level: 1, price: 0.9, worth: 1.0e+9}\n" if holds else ""
-    path.write_text(f"{HINTS_ONLY}stage: {{mode: {mode}}}\n{protect}")
+    path.write_text(f"{HINTS_ONLY}{protect}")
     scheduler = build(
         {"policy": str(path), "profile": "cpu-2core-tiny"},
         max_num_seqs=3,
@@ -513,6 +521,7 @@ def test_random_traffic_frees_everything(tmp_path_factory, events, ahead, mode, 
         max_num_batched_tokens=128,
         async_scheduling=bool(ahead),
     )
+    scheduler.core.gated_level = gated_level
     in_flight = deque()
 
     def step() -> None:

@@ -25,7 +25,7 @@ events: {{path: {path}}}
 tenants: {{fair: true, seats: 0.6}}
 admission: {{queue: {{requests: 30, timeout: 0.3}}}}
 protect: {{level: 0, price: 0.5, worth: 1000}}
-dedup: {{enabled: true}}
+dedup: waiting
 """
 
 

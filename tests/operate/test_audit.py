@@ -10,6 +10,7 @@ import pytest
 from jobs import make_job
 
 from vllm_semantic_sched.cli import main
+from vllm_semantic_sched.engine.metrics import event_log
 from vllm_semantic_sched.engine.metrics.event_log import EventLog
 from vllm_semantic_sched.operate.audit import Audit
 from vllm_semantic_sched.operate.event_log import log_parts
@@ -82,10 +83,12 @@ def test_each_of_500_changes_is_found(tmp_path: Path, keyed: bool) -> None:
     assert found == 500
 
 
-def test_chain_goes_on_over_files_restarts_and_expiry(tmp_path: Path) -> None:
+def test_chain_goes_on_over_files_restarts_and_expiry(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "events.jsonl"
-    write(path, 200, max_bytes=10_000, backups=3)
-    write(path, 10, first=200, max_bytes=10_000, backups=3)
+    monkeypatch.setattr(event_log, "MAX_BYTES", 10_000)
+    monkeypatch.setattr(event_log, "BACKUPS", 3)
+    write(path, 200)
+    write(path, 10, first=200)
     assert len(log_parts(path)) == 4
     audit = Audit(path)
     assert audit.whole and "expired" in texts(path)

@@ -20,12 +20,13 @@ HOST_GIB = 0.6  # 150 blocks
 @dataclass(frozen=True)
 class EngineCase:
     """A policy, by its path or shipped name, and the engine that follows it. `profile`: what the
-    scheduler is told."""
+    scheduler is told. `gated_level`: see `SchedulingCore`."""
 
     policy: str
     profile: str = "default"
     asynchronous: bool = False
     swap: bool = False
+    gated_level: int | None = None
 
 
 def run(case: EngineCase, model: Path) -> Recording:
@@ -49,6 +50,8 @@ def run(case: EngineCase, model: Path) -> Recording:
         patch.object(prediction, "InstantReader", ScriptedInstant),
         VirtualEngine(config) as engine,
     ):
+        if case.gated_level is not None:
+            engine.scheduler.core.gated_level = case.gated_level
         return _serve(engine, case.policy)
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from vllm_semantic_sched.engine.snapshot import VllmSnapshot
+from vllm_semantic_sched.policy.facts.decision import DEFAULT_DECISION
+from vllm_semantic_sched.policy.facts.decision import Decision as LevelDecision
 from vllm_semantic_sched.policy.facts.job import Credit, Job
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.orders import Orders
@@ -86,6 +88,7 @@ class Recording:
 
     Attributes:
         host_blocks: on the host; None without swap.
+        gated_level: see `SchedulingCore`.
         answers: tokens of each request that was not refused.
         counters: totals at the end, by name and labels.
     """
@@ -96,6 +99,7 @@ class Recording:
     block_size: int = 0
     token_budget: int = 0
     host_blocks: int | None = None
+    gated_level: int | None = None
     events: list[Arrival | Step | Output] = field(default_factory=list)
     decisions: list[list[Decision]] = field(default_factory=list)
     answers: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -247,6 +251,7 @@ class ScriptedInstant:
     """Stands for `InstantReader`; sure of some texts, and often wrong."""
 
     length_buckets = BUCKETS
+    decision = DEFAULT_DECISION
 
     def __init__(self) -> None:
         self._random = random.Random(11)
@@ -264,7 +269,8 @@ def random_prediction(rng: random.Random) -> Prediction:
         weights = [rng.random() ** 4 for _ in range(count)]
         return tuple(weight / sum(weights) for weight in weights)
 
-    return Prediction(spread(5), spread(3))
+    # Else nearly all of these flat predictions would be possible emergencies.
+    return Prediction(spread(5), spread(3), decision=LevelDecision(possible=(2.0, 2.0)))
 
 
 def record(scheduler: Any, policy: str) -> Recording:
@@ -280,6 +286,7 @@ def record(scheduler: Any, policy: str) -> Recording:
     )
     if swap is not None:
         recording.host_blocks = swap.slots
+    recording.gated_level = core.gated_level
     core.lifecycle.listeners.append(log)
     events = recording.events
 

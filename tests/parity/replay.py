@@ -66,6 +66,7 @@ class ReplayEngine(Engine):
         policy = load_policy(recording.policy)
         profile = load_profile(policy.profile)
         core = SchedulingCore(policy, profile, BUCKETS, clock=lambda: self._now)
+        core.gated_level = recording.gated_level
         model = EngineModel(
             seats=recording.seats,
             token_budget=recording.token_budget,

@@ -21,9 +21,8 @@ POLICIES = [name for name in shipped_names("policy") if name != "fcfs"]
 
 # Preempts whenever somebody more urgent waits; with every level in use somebody often is.
 PREEMPTING = """
-decision: {possible: [2, 2]}
-preemption: {max_per_request: 1000, max_victims_per_step: 8}
-retention: {mode: MODE, max_stall: 100}
+preemption: {max_per_request: 1000}
+retention: {mode: MODE}
 correct_profile: false
 profile: PROFILE
 """
@@ -32,9 +31,8 @@ HOLDING = f"""{PREEMPTING}
 protect: {{level: 1, price: 0.02, worth: 1.0e+6}}
 aging: {{enabled: true, interval: 10}}
 """
-# And has no prefills beside somebody urgent.
-GATING = f"{PREEMPTING}stage: {{mode: gate, protected_level: 1}}\n"
-DISTURBING = {"preempting": PREEMPTING, "holding": HOLDING, "gating": GATING}
+# With `gating` no prefills run beside somebody urgent.
+DISTURBING = {"preempting": PREEMPTING, "holding": HOLDING, "gating": PREEMPTING}
 
 # Each sequence lengthens a step, else nobody would be held.
 PROFILE = f"{CHEAP_COPIES}batch: {{step: 3.0e-3, per_sequence: 1.0e-4}}\n"
@@ -62,7 +60,9 @@ def recordings(tmp_path_factory) -> dict[str, Recording]:
             policy = folder / f"{name}, {mode}.yaml"
             text = text.replace("MODE", "swap" if swap else "recompute")
             policy.write_text(text.replace("PROFILE", str(profile)))
-            cases.append(EngineCase(str(policy), str(profile), asynchronous, swap))
+            gated_level = 1 if name == "gating" else None
+            case = EngineCase(str(policy), str(profile), asynchronous, swap, gated_level)
+            cases.append(case)
     return {Path(case.policy).stem: run(case, folder / "model") for case in cases}
 
 

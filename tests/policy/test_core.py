@@ -9,6 +9,7 @@ from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import URGENT, SchedulingCore
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.estimates.decision import Hint, reading_level, reading_order
+from vllm_semantic_sched.policy.estimates.length import DEFAULT_TOKENS
 from vllm_semantic_sched.policy.facts.capacity import Need
 from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
@@ -114,7 +115,7 @@ def test_hint_overrides_prediction_and_prediction_moves_any_job() -> None:
 
 
 def test_prediction_for_more_levels_than_the_policy_is_clipped() -> None:
-    core = make_core(levels=3, default_level=1, decision={"rule": "most_likely"})
+    core = make_core(levels=3, default_level=1)
     job = arrive(core, "a", unread=True)
     core.predicted(job, Prediction(LEVELS[1]))
     assert job.level == 2
@@ -175,7 +176,7 @@ def test_tier_that_is_not_preemptible_keeps_its_seats() -> None:
 def test_limit_of_the_client_bounds_the_expected_length() -> None:
     core = make_core()
     job = arrive(core, "a", 1)
-    assert core.estimates.output_tokens(job) == core.policy.length.default_tokens
+    assert core.estimates.output_tokens(job) == DEFAULT_TOKENS
     job.max_output_tokens = 7
     assert core.estimates.output_tokens(job) == 7
 
@@ -204,17 +205,16 @@ def finish_with(core: SchedulingCore, tokens: int, ending: AnswerEnd, unread: bo
 
 
 @pytest.mark.parametrize(
-    ("calibrate", "ending", "tokens", "longer"),
+    ("ending", "tokens", "longer"),
     [
-        (True, AnswerEnd.STOPPED, 40, True),
-        (True, AnswerEnd.CUT, 40, True),
-        (True, AnswerEnd.CUT, 5, False),
-        (True, AnswerEnd.ABORTED, 40, False),
-        (False, AnswerEnd.STOPPED, 40, False),
+        (AnswerEnd.STOPPED, 40, True),
+        (AnswerEnd.CUT, 40, True),
+        (AnswerEnd.CUT, 5, False),
+        (AnswerEnd.ABORTED, 40, False),
     ],
 )
-def test_estimates_follow_how_finished_jobs_ended(calibrate, ending, tokens, longer) -> None:
-    core = make_core(length={"calibrate": calibrate})
+def test_estimates_follow_how_finished_jobs_ended(ending, tokens, longer) -> None:
+    core = make_core()
     like = arrive(core, "like", 1)
     core.predicted(like, Prediction(LEVELS[0], LENGTHS[0]))
     core.waiting.remove(like)
@@ -302,10 +302,6 @@ def glance(core: SchedulingCore, name: str, provisional, urgency=None, tenant=""
     return job
 
 
-def instant(**knobs) -> dict:
-    return {"predictor": {"instant": knobs}}
-
-
 def test_provisional_level_and_length_rank_until_corrected() -> None:
     core = make_core()
     unread, calm = arrive(core, "unread", unread=True), glance(core, "calm", CALM)
@@ -374,7 +370,7 @@ def test_unread_prompts_are_ordered_by_hint_or_default_level(unread) -> None:
 
 
 def test_provisional_level_may_be_for_the_order_of_reading_only() -> None:
-    core = make_core(**instant(may="order"))
+    core = make_core(predictor={"instant": "order"})
     job = glance(core, "a", SURE)
     assert (job.level_source, job.prediction) == (LevelSource.DEFAULT, None)
     hint = core.read_hints({}, 0)
@@ -383,26 +379,24 @@ def test_provisional_level_may_be_for_the_order_of_reading_only() -> None:
     )
     assert reading_level(core.policy, hint, None) == core.policy.default_level
     assert reading_level(core.policy, core.read_hints({"urgency": 1}, 0), CALM) == 1
-    off = make_core(**instant(enabled=False))
+    off = make_core(predictor={"instant": "none"})
     assert reading_level(off.policy, hint, SURE) == off.policy.default_level
     assert glance(off, "a", SURE).level_source is LevelSource.DEFAULT
 
 
 @pytest.mark.parametrize(
-    ("knobs", "provisional", "victim_level", "preempts"),
+    ("may", "provisional", "victim_level", "preempts"),
     [
-        ({}, SURE, 1, True),
-        ({}, LIKELY, 4, True),  # surely level 2 or above: preempts as level 2
-        ({}, LIKELY, 2, False),
-        ({"preempt_above": 0.5}, LIKELY, 1, True),
-        ({"preempt_above": 0.99}, SURE, 1, False),
-        ({"may": "start"}, SURE, 4, False),
+        ("preempt", SURE, 1, True),
+        ("preempt", LIKELY, 4, True),  # surely level 2 or above: preempts as level 2
+        ("preempt", LIKELY, 2, False),
+        ("start", SURE, 4, False),
     ],
 )
 def test_provisional_level_preempts_as_far_as_it_is_probable(
-    knobs, provisional, victim_level, preempts
+    may, provisional, victim_level, preempts
 ) -> None:
-    core = make_core(**instant(**knobs))
+    core = make_core(predictor={"instant": may})
     victim = arrive(core, "victim", victim_level)
     core.start(take_next(core.waiting))
     job = glance(core, "urgent", provisional)

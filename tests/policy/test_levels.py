@@ -7,6 +7,7 @@ from jobs import policy_of
 
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import preempting_level
+from vllm_semantic_sched.policy.facts.decision import Decision
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.profile.formula import load_profile
@@ -28,10 +29,14 @@ def glanced(core: SchedulingCore, provisional: Prediction | None, urgency=None) 
 
 
 weights = st.lists(st.floats(0.001, 1.0), min_size=5, max_size=5)
-readings = weights.map(lambda each: Prediction(tuple(one / sum(each) for one in each)))
+readings = st.builds(
+    Prediction,
+    weights.map(lambda each: tuple(one / sum(each) for one in each)),
+    decision=st.sampled_from(["most_likely", "least_cost", "thresholds"]).map(Decision),
+)
 corrections = st.one_of(
     st.tuples(st.just("read"), readings | st.none()),
-    st.tuples(st.just("reload"), st.sampled_from(["most_likely", "least_cost", "thresholds"])),
+    st.tuples(st.just("reload"), st.sampled_from([1.0, 12.0])),
     st.tuples(st.just("tell"), st.integers(0, 4)),
 )
 
@@ -43,21 +48,20 @@ corrections = st.one_of(
     st.lists(corrections, max_size=5),
 )
 def test_rights_follow_the_probability_until_a_level_is_final(may, first, urgency, events) -> None:
-    keys = {"predictor": {"instant": {"may": may}}}
+    keys = {"predictor": {"instant": may}}
     core = make_core(**keys)
     job = glanced(core, first, urgency)
     for kind, value in [("", None), *events]:
         if kind == "read":
             core.predicted(job, value)
         elif kind == "reload":
-            core.switch(policy_of(decision={"rule": value}, **keys), PROFILE)
+            core.switch(policy_of(decision={"missed_cost": (value,)}, **keys), PROFILE)
             core.revise(lambda job: None, 0.0)
         elif kind == "tell":
             core.levels.tell(job, value, LevelSource.HINT)
         expected = job.level
         if job.level_source is LevelSource.INSTANT:
-            instant = core.policy.predictor.instant
-            expected = preempting_level(job.prediction.urgency, job.level, instant)
+            expected = preempting_level(core.policy, job.prediction.urgency, job.level)
         assert job.entitled_level == expected
 
 

@@ -10,6 +10,7 @@ from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.estimates.decision import Hint
+from vllm_semantic_sched.policy.facts.decision import Decision
 from vllm_semantic_sched.policy.facts.job import LevelSource
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.live import (
@@ -93,13 +94,14 @@ def test_new_limits_apply_at_once() -> None:
 
 
 def test_predicted_and_default_levels_change_and_hints_stay() -> None:
-    core = core_of(decision={"rule": "most_likely"})
-    prediction = Prediction((0.3, 0.1, 0.1, 0.1, 0.4), (1.0, 0.0))
+    core = core_of(decision={"missed_cost": [1.0]})
+    costs = Decision(rule="least_cost")
+    prediction = Prediction((0.3, 0.05, 0.05, 0.05, 0.55), (1.0, 0.0), decision=costs)
     predicted = arrive(core, "predicted", prediction=prediction)
     unread = arrive(core, "unread")
     hinted = arrive(core, "hinted", level=3)
     assert order(core) == ["unread", "hinted", "predicted"]
-    core.switch(policy(default_level=4, decision={"rule": "least_cost"}), PROFILE)
+    core.switch(policy(default_level=4, decision={"missed_cost": [12.0, 6.0, 1.0]}), PROFILE)
     settle(core)
     assert (predicted.level, unread.level, hinted.level) == (0, 4, 3)
     assert order(core) == ["predicted", "hinted", "unread"]
@@ -139,7 +141,7 @@ def test_each_step_reranks_a_bounded_number_of_jobs() -> None:
     core = core_of()
     for number in range(2000):
         arrive(core, str(number), level=number % 5)
-    core.switch(policy(length={"default_tokens": 10}), PROFILE)
+    core.switch(policy(decision={"missed_cost": [2.0]}), PROFILE)
     sizes = []
     while core.outdated:
         before = len(core.outdated)
@@ -178,7 +180,7 @@ def test_order_follows_the_policy_in_force_after_any_changes(events) -> None:
         elif kind == "finish" and jobs:
             core.finish(jobs.pop(a % len(jobs)), AnswerEnd.ABORTED)
         elif kind == "adopt":
-            core.switch(policy(default_level=a, length={"default_tokens": b}), PROFILE)
+            core.switch(policy(default_level=a, decision={"missed_cost": [float(b)]}), PROFILE)
         elif kind == "step":
             step(core, lambda job: None, 0.0)
     settle(core)

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job, seated
 
-from vllm_semantic_sched.policy.config.order import Stage
 from vllm_semantic_sched.policy.prefills import Prefill, gates_prefills, share
 
 
@@ -34,7 +33,7 @@ def served(prefills: list[Prefill], budget: int) -> list[int]:
 def test_gate_keeps_less_urgent_prefills_from_a_protected_decode(
     decoding, prefill_level, gated
 ) -> None:
-    assert gates_prefills(decoding, prefill_level, Stage(mode="gate")) == gated
+    assert gates_prefills(decoding, prefill_level, gated_level=0) == gated
 
 
 def test_all_prefills_that_fit_go_on() -> None:

@@ -1,6 +1,7 @@
 """Preemption plans: minimal cost within the host pool."""
 
 import itertools
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.eviction import Retention
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import JobState
-from vllm_semantic_sched.policy.profile.cost import resume_seconds
+from vllm_semantic_sched.policy.profile import cost
 from vllm_semantic_sched.policy.profile.formula import EngineProfile, load_profile
 from vllm_semantic_sched.policy.retention import (
     HostRoom,
@@ -75,12 +76,13 @@ def feasible_ends(held: int, host: HostRoom) -> set[int]:
 def test_optimal_matches_exhaustive_search(victim, profile, max_stall) -> None:
     job, host = victim
     held = job.computed
-    best = min(
-        profile.save(end - host.on_device)
-        + resume_seconds(host.on_device, end, held, profile, max_stall)
-        for end in feasible_ends(held, host)
-    )
-    plan = plan_preemption(job, job.computed, profile, Retention(max_stall=max_stall), host)
+    with mock.patch.object(cost, "MAX_STALL", max_stall):
+        best = min(
+            profile.save(end - host.on_device)
+            + cost.resume_seconds(host.on_device, end, held, profile)
+            for end in feasible_ends(held, host)
+        )
+        plan = plan_preemption(job, job.computed, profile, Retention(), host)
     assert plan.seconds == pytest.approx(best, rel=1e-9, abs=1e-12)
 
 
@@ -89,12 +91,11 @@ def test_optimal_matches_exhaustive_search(victim, profile, max_stall) -> None:
 def test_plans_fit_the_pool_and_none_beats_optimal(victim, profile, max_stall) -> None:
     job, host = victim
     held = job.computed
-    plans = {
-        mode: plan_preemption(
-            job, job.computed, profile, Retention(mode=mode, max_stall=max_stall), host
-        )
-        for mode in MODES
-    }
+    with mock.patch.object(cost, "MAX_STALL", max_stall):
+        plans = {
+            mode: plan_preemption(job, job.computed, profile, Retention(mode=mode), host)
+            for mode in MODES
+        }
     for mode, plan in plans.items():
         assert plan.on_device + plan.saved + plan.recomputed == held
         assert plan.on_device + plan.saved in feasible_ends(held, host), mode
@@ -160,9 +161,8 @@ def test_paper_mode_minimises_the_cost_of_the_paper(prompt, decoded, beta, gamma
 
 
 def test_tokens_expected_to_stay_on_the_device_are_not_saved() -> None:
-    assert tokens_left_on_device(64, 320, 0.6, Retention()) == 320
-    assert tokens_left_on_device(64, 320, 0.5, Retention()) == 64
-    assert tokens_left_on_device(64, 320, 1.0, Retention(survival=1.0)) == 64
+    assert tokens_left_on_device(64, 320, 0.6) == 320
+    assert tokens_left_on_device(64, 320, 0.5) == 64
 
 
 # Swap and recompute in milliseconds, as printed for Llama 3 70B (80 layers) on A100. The table
@@ -181,14 +181,17 @@ PREFILL_SPEED = 10_000  # tokens/s
 
 
 @pytest.mark.parametrize(("prompt", "generated", "swap", "recompute"), TABLE)
-def test_printed_costs_of_llama_70b_on_a100(prompt, generated, swap, recompute) -> None:
-    """S2. Copies are counted both ways."""
+def test_printed_costs_of_llama_70b_on_a100(
+    prompt, generated, swap, recompute, monkeypatch
+) -> None:
+    """S2. Copies are counted both ways, and in line with the steps."""
+    monkeypatch.setattr(cost, "MAX_STALL", 1e9)
     copy = KV_BYTES / COPY_SPEED
     profile = make_profile(alpha2=1 / PREFILL_SPEED, beta_load=copy, beta_save=copy, gamma2=0.05)
     job = make_job(prompt_tokens=prompt, generated=generated, computed=prompt + generated)
     costs = {
         mode: plan_preemption(
-            job, job.computed, profile, Retention(mode=mode, max_stall=1e9), HostRoom(16, 10_000)
+            job, job.computed, profile, Retention(mode=mode), HostRoom(16, 10_000)
         ).seconds
         for mode in ("swap", "recompute", "optimal")
     }

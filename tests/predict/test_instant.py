@@ -9,8 +9,9 @@ import pytest
 
 from vllm_semantic_sched.lab.evaluation.examples import read_examples
 from vllm_semantic_sched.lab.evaluation.metrics import level_figures
-from vllm_semantic_sched.policy.config.estimates import Decision, Instant
+from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.estimates.decision import decide, preempting_level
+from vllm_semantic_sched.policy.facts.decision import Decision
 from vllm_semantic_sched.predict import SHIPPED_WEIGHTS
 from vllm_semantic_sched.predict.instant import (
     INSTANT_FILE,
@@ -47,7 +48,7 @@ def test_shipped_reader_tells_urgent_messages_from_others(rows) -> None:
 
 def test_unread_messages_that_may_preempt_are_urgent(rows) -> None:
     rights = [
-        preempting_level(row, decide(row, Decision(), instant=True)[0], Instant()) for row in rows
+        preempting_level(Policy(), row, decide(row, Decision(), instant=True)[0]) for row in rows
     ]
     sure = [level for level, at in zip(LEVELS, rights, strict=True) if at is not None and at <= 1]
     assert sum(level <= 1 for level in sure) >= 0.93 * len(sure)

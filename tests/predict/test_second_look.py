@@ -2,11 +2,13 @@
 
 import logging
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_semantic_sched.policy.config.estimates import Predictor
 from vllm_semantic_sched.policy.facts.prediction import Prediction
+from vllm_semantic_sched.predict import service as service_module
 from vllm_semantic_sched.predict.second_look import MOST_PARTS, parts_of
 from vllm_semantic_sched.predict.service import PredictionService
 
@@ -37,9 +39,15 @@ def test_any_text_has_at_most_eight_short_parts(text: str, times: int) -> None:
     assert all(len(part.encode("utf-8", "replace")) <= 3.2 * 128 for part in parts)
 
 
+@pytest.fixture(autouse=True)
+def small_batches_and_no_memory(monkeypatch) -> None:
+    monkeypatch.setattr(service_module, "MAX_BATCH", 2)
+    monkeypatch.setattr(service_module, "CACHE_SIZE", 0)
+
+
 def make_service() -> PredictionService:
     """A service whose thread the test plays."""
-    return PredictionService(Predictor(max_batch=2, cache_size=0), logging.getLogger("test"))
+    return PredictionService(Predictor(), logging.getLogger("test"))
 
 
 def look(service: PredictionService, name: str, level: int = 1, key: float = 0.0) -> None:

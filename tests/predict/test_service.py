@@ -63,10 +63,12 @@ def start(monkeypatch):
     monkeypatch.setattr(service_module, "PredictorProcess", launch)
 
     def build(
-        worker: str = WORKER, first_backoff: float = 0.05, known=None, **settings
+        worker: str = WORKER, first_backoff: float = 0.05, known=None, **limits
     ) -> PredictionService:
+        for name, limit in limits.items():
+            monkeypatch.setattr(service_module, name.upper(), limit)
         service = PredictionService(
-            Predictor(**settings),
+            Predictor(),
             logging.getLogger("test"),
             command=(sys.executable, "-c", worker),
             first_backoff=first_backoff,
@@ -116,15 +118,13 @@ def test_predictions_come_back_by_request(start) -> None:
     assert service.drain() == [] and service.pending == 0
 
 
-def test_full_batching_waits_for_a_batch_or_its_time(start) -> None:
-    service = start(mode="full_batching", max_batch=4, max_wait=0.5)
-    for name in "abcd":
-        service.submit(name, name)
-    assert {p.length[0] for p in wait_for(service, 4).values()} == {4.0}
-    begin = time.monotonic()
-    service.submit("e", "e")
-    assert wait_for(service, 1)["e"].length[0] == 1.0
-    assert time.monotonic() - begin >= 0.5
+def test_worker_gets_threads_and_model() -> None:
+    echo = "import json, sys; print(json.dumps({'failed': ' '.join(sys.argv[1:])}))"
+    settings, logger = Predictor(threads=3, model="/models/mine"), logging.getLogger("test")
+    service = PredictionService(settings, logger, command=(sys.executable, "-c", echo))
+    with pytest.raises(PredictorError, match="--threads 3 --model /models/mine"):
+        service.start()
+    service.close()
 
 
 def test_prompts_of_urgent_requests_are_read_first(start, tmp_path) -> None:
@@ -150,7 +150,8 @@ def test_a_batch_never_exceeds_its_limit(start) -> None:
 
 
 def test_full_queue_refuses_and_cancelling_frees_a_place(start) -> None:
-    service = start(mode="full_batching", max_batch=9, max_wait=60, max_queue=2)
+    known = LengthBuckets((10,), (5.0, 50.0))
+    service = start("import time; time.sleep(60)", known=known, max_queue=2)  # it never loads
     assert service.submit("a", "x") and service.submit("b", "x")
     assert not service.submit("c", "x")
     service.cancel("a")
@@ -214,7 +215,7 @@ def test_failures_are_not_remembered(start) -> None:
 
 
 def test_stuck_predictor_is_replaced_without_blocking_submit(start) -> None:
-    service = start(max_batch=1, timeout=1.0)
+    service = start(max_batch=1, pass_timeout=1.0)
     stuck = service._process.pid
     service.submit("a", "hang")
     service.submit("b", "help")
@@ -225,7 +226,7 @@ def test_stuck_predictor_is_replaced_without_blocking_submit(start) -> None:
 
 
 def test_predictor_stopped_in_a_large_write_is_replaced(start) -> None:
-    service = start(max_batch=1, timeout=0.5)
+    service = start(max_batch=1, pass_timeout=0.5)
     os.kill(service._process.pid, signal.SIGSTOP)
     # More than a pipe holds: the write blocks, not the read.
     service.submit("a", "x" * 300_000)
@@ -243,21 +244,6 @@ def test_invalid_answer_replaces_the_process(start) -> None:
     results = wait_for(service, 2)
     assert results["a"] is None and results["b"].urgency == (0.0, 1.0)
     assert service.restarts == 1
-
-
-def test_added_latency_delays_a_batch_and_ends_with_the_service(start) -> None:
-    service = start(max_batch=8, extra_latency=0.4)
-    begin = time.monotonic()
-    service.submit("a", "help")
-    wait_for(service, 1)
-    assert time.monotonic() - begin >= 0.4
-
-    service = start(extra_latency=60.0)
-    service.submit("a", "help")
-    time.sleep(0.2)  # it has been read by now
-    assert service.drain() == []
-    service.close()
-    assert has_stopped(service)
 
 
 def test_closing_ends_a_wait_between_restarts(start) -> None:
@@ -328,20 +314,13 @@ def test_urgent_newcomer_of_a_burst_is_read_in_the_next_pass(start) -> None:
     assert len(read) <= 40, read
 
 
-def test_passes_are_limited_in_seconds_when_immediate(start) -> None:
-    slow = {"max_batch": 64, "max_pass": 0.05}
-    service = start(SLOW_WORKER, **slow)
+def test_passes_are_limited_in_seconds(start) -> None:
+    service = start(SLOW_WORKER, max_batch=64, max_pass=0.05)
     for number in range(60):
         service.submit(str(number), f"text {number}")
     wait_for(service, 60)
     texts = [count for count, _ in service.passes()]
     assert max(texts[2:]) <= 8, texts
-
-    service = start(SLOW_WORKER, mode="full_batching", max_wait=60, **slow)
-    for number in range(64):
-        service.submit(str(number), f"text {number}")
-    wait_for(service, 64)
-    assert [count for count, _ in service.passes()] == [64]
 
 
 @pytest.mark.parametrize(
@@ -399,7 +378,7 @@ STRANGE = {
 def shipped():
     """A service with the shipped model."""
     service = PredictionService(
-        Predictor(max_batch=4),
+        Predictor(),
         logger=logging.getLogger("test"),
     )
     service.start()

@@ -14,6 +14,7 @@ import pytest
 from metrics_page import wait_until as poll
 
 from vllm_semantic_sched.policy.config.estimates import Predictor
+from vllm_semantic_sched.predict import service as service_module
 from vllm_semantic_sched.predict import shared
 from vllm_semantic_sched.predict.service import PredictionService, PredictorError
 
@@ -55,9 +56,9 @@ def start(monkeypatch, tmp_path, starts):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     services = []
 
-    def build(worker: str = WORKER, group: str = "g", **settings) -> PredictionService:
+    def build(worker: str = WORKER, group: str = "g") -> PredictionService:
         service = PredictionService(
-            Predictor(**settings),
+            Predictor(),
             logging.getLogger("test"),
             command=(sys.executable, "-c", worker, str(starts)),
             first_backoff=0.05,
@@ -135,8 +136,9 @@ def test_death_of_the_first_one_or_of_the_worker_is_repaired(start, starts) -> N
     one_running(starts)
 
 
-def test_worker_that_hangs_is_replaced_for_all(start, starts) -> None:
-    one, other = start(timeout=1.0), start(timeout=1.0)
+def test_worker_that_hangs_is_replaced_for_all(start, starts, monkeypatch) -> None:
+    monkeypatch.setattr(service_module, "PASS_TIMEOUT", 1.0)
+    one, other = start(), start()
     assert read(other, ["hang"]) == {"hang": None}
     recover(other)
     recover(one)

@@ -33,9 +33,7 @@ def log(tmp_path_factory):
 def server(serve, log):
     """With an API key, one API server, tenants and an event log."""
     policy = log.parents[1] / "policy.yaml"
-    policy.write_text(
-        f"dedup: {{enabled: true}}\ntenants: {{fair: true}}\nevents: {{path: {log}}}\n"
-    )
+    policy.write_text(f"dedup: waiting\ntenants: {{fair: true}}\nevents: {{path: {log}}}\n")
     settings = json.dumps({"semantic_sched": {"policy": str(policy)}})
     return serve(*OURS, "--additional-config", settings, "--api-key", KEY, seats=2)
 

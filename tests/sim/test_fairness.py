@@ -44,17 +44,14 @@ def random_policy(rng: random.Random, levels: int, seats: int) -> dict[str, Any]
         "aging": {
             "enabled": True,
             "interval": rng.choice([0.2, 0.5, 1.0]),
-            "step": rng.choice([0.25, 0.5, 1.0, 1.5]),
-            "share": rng.choice([0.1, 0.25, 0.5, 1.0]),
         },
         "preemption": {
             "enabled": rng.random() < 0.7,
             "min_level_gap": rng.randint(1, 2),
             "max_per_request": rng.choice([0, 1, 3]),
         },
-        "stage": {"mode": rng.choice(["gate", "off"])},
         "tenants": {"fair": rng.random() < 0.5},
-        "fair_share": {"enabled": rng.random() < 0.3, "max_levels": rng.choice([1.0, 3.0])},
+        "fair_share": {"enabled": rng.random() < 0.3},
         "deadlines": {"enabled": rng.random() < 0.3},
     }
 
@@ -106,12 +103,12 @@ def test_without_aging_background_waits_until_the_load_ends() -> None:
     requests = premium_load(rng, 5, 2)
     ends = requests[-1].arrival
     lowest = [request for request in requests if request.level == 4]
-    aging = {"enabled": True, "interval": 0.5, "share": 0.2}
+    aging = {"enabled": True, "interval": 0.5}
     longest = {}
     for name, knobs in (("off", {}), ("on", aging)):
         runs = drive({"base": "priority", "aging": knobs}, requests, seats=2)
         longest[name] = max(waited(runs[r.index]) for r in lowest if r.arrival < ends / 2)
-    assert longest["off"] > 3 * longest["on"]
+    assert longest["off"] > 1.5 * longest["on"]  # one admission in ten goes to the overdue
 
 
 def saturate(levels: int, count: int, tenants: str = "a") -> list[SimRequest]:
@@ -125,19 +122,15 @@ def saturate(levels: int, count: int, tenants: str = "a") -> list[SimRequest]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("shares", "max_levels"),
-    [((0.5, 0.3, 0.2), 3.0), ((0.2, 0.3, 0.5), 3.0), ((0.1, 0.1, 0.8), 4.0), ((0.1, None), 3.0)],
-)
-def test_shares_converge_to_the_targets_under_saturation(shares, max_levels) -> None:
+@pytest.mark.parametrize("shares", [(0.5, 0.3, 0.2), (0.2, 0.3, 0.5), (0.1, 0.1, 0.8), (0.1, None)])
+def test_shares_converge_to_the_targets_under_saturation(shares) -> None:
     """Within three percentage points; charged time equals engine time."""
     policy = {
         "base": "priority",
         "levels": len(shares),
         "default_level": 0,
         "tiers": [{"name": str(n), "share": share} for n, share in enumerate(shares)],
-        "fair_share": {"enabled": True, "max_levels": max_levels, "window": 10},
-        "stage": {"mode": "off"},
+        "fair_share": {"enabled": True},
     }
     seen: dict[str, Any] = {}
 
@@ -157,7 +150,7 @@ def test_unused_share_goes_to_the_others() -> None:
     tiers = [{"name": "a", "share": 0.9}, {"name": "b", "share": 0.1}]
     policy = {
         "base": "priority", "levels": 2, "default_level": 0, "tiers": tiers,
-        "fair_share": {"enabled": True, "max_levels": 3.0},
+        "fair_share": {"enabled": True},
     }  # fmt: skip
     requests = [SimRequest(index, 0.0, 1, 50, 40) for index in range(64)]
     runs = drive(policy, requests, seats=8)
@@ -170,7 +163,7 @@ def test_shares_do_not_make_tiers_preempt_each_other() -> None:
     policy = {
         "base": "priority", "levels": 3, "default_level": 0,
         "tiers": [{"name": str(n), "share": share} for n, share in enumerate(shares)],
-        "fair_share": {"enabled": True, "max_levels": 3.0},
+        "fair_share": {"enabled": True},
         "preemption": {"max_per_request": 99},
     }  # fmt: skip
     runs = drive(policy, saturate(3, 600), until=60.0, seats=8)

@@ -44,7 +44,7 @@ def test_bucket_means_are_those_of_the_answers() -> None:
     assert len(make_buckets(PredictorModel(buckets=5), list(range(1, 500))).means) == 5
 
 
-def _first_seats(scenario, **changes) -> list[float]:
+def _first_seats(scenario, **batches) -> list[float]:
     held = scenario(
         workload={
             "arrivals": "bursts",
@@ -54,23 +54,21 @@ def _first_seats(scenario, **changes) -> list[float]:
             "max_burst": 20,
         },
         engine={"kind": "paper", "seats": 64},
-        predictor={"latency": 1.0, "hold": True},
-        **changes,
+        predictor={"latency": 1.0, "hold": True, **batches},
     )
     runs = simulate(held, "semantic").runs
     return [run.started for run in runs]
 
 
 def test_immediate_mode_takes_all_waiting_full_batching_waits(scenario) -> None:
-    batch = {"predictor": {"max_batch": 4, "max_wait": 1e6}}
-    held = {"predictor": {"max_batch": 4, "max_wait": 1e6, "mode": "full_batching"}}
-    timed = {"predictor": {"max_batch": 64, "max_wait": 0.5, "mode": "full_batching"}}
-    at_once = _first_seats(scenario, overrides=batch)
+    at_once = _first_seats(scenario, max_batch=4, max_wait=1e6)
+    held = _first_seats(scenario, max_batch=4, max_wait=1e6, mode="full_batching")
+    timed = _first_seats(scenario, max_batch=64, max_wait=0.5, mode="full_batching")
     # Ten requests in one burst: two full batches, then what is left when all have arrived.
     assert min(at_once) == pytest.approx(1.0, abs=0.05)
     assert max(at_once) == pytest.approx(3.0, abs=0.05)
-    assert max(_first_seats(scenario, overrides=held)) >= 3.0
-    assert min(_first_seats(scenario, overrides=timed)) >= 1.0
+    assert max(held) >= 3.0
+    assert min(timed) >= 1.0
 
 
 def test_instant_reader_gives_levels_before_the_predictor(scenario) -> None:

@@ -53,6 +53,8 @@ def scenarios(draw: st.DrawFn, **fixed: Any) -> Scenario:
             "latency": draw(st.sampled_from([0.0, 0.01, 1.0])),
             "urgency_error": draw(st.sampled_from([0.0, 0.4])),
             "hold": draw(st.booleans()),
+            "mode": draw(st.sampled_from(["immediate", "full_batching"])),
+            "max_batch": draw(st.integers(1, 8)),
         },
         "engine": {
             "kind": kind,
@@ -63,12 +65,6 @@ def scenarios(draw: st.DrawFn, **fixed: Any) -> Scenario:
             "swap": draw(st.booleans()),
         },
         "schedulers": {"it": {"policy": draw(st.sampled_from(POLICIES)), **draw(limits())}},
-        "overrides": {
-            "predictor": {
-                "mode": draw(st.sampled_from(["immediate", "full_batching"])),
-                "max_batch": draw(st.integers(1, 8)),
-            }
-        },
     }
     return parse_scenarios(data, "property", fixed)[0]
 
@@ -116,8 +112,7 @@ def test_every_request_ends_once_and_capacity_is_kept(scenario: Scenario) -> Non
         **{
             "schedulers": {"it": {"policy": "ems"}},
             "overrides": {
-                "preemption": {"max_per_request": 99, "max_victims_per_step": 99},
-                "stage": {"mode": "off"},
+                "preemption": {"max_per_request": 99},
             },
             "workload.hints": True,
             "engine.token_budget": 100_000,

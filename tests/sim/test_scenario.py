@@ -38,7 +38,8 @@ def test_scenarios_of_the_paper_are_shipped() -> None:
         ("engine.assumed_profile", "a1000", ["a1000", "profile", "a100-qwen1.5-4b"]),
         ("schedulers.semantic", {"policy": "emms"}, ["emms", "'ems'"]),
         ("schedulers.semantic", {"bse": "sjf"}, ["schedulers.semantic", "bse", "'base'"]),
-        ("overrides", {"stage": {"mod": "off"}}, ["stage.mod", "'mode'"]),
+        ("overrides", {"retention": {"mod": "swap"}}, ["retention.mod", "'mode'"]),
+        ("gate", {"schedulers": ["sjf"]}, ["gate.schedulers", "'sjf'", "semantic"]),
         ("sweep", [{"seed": [1, 2], "repeats": [1]}], ["sweep", "seed", "equally many"]),
         ("sweep", [{"engine.sets": [1]}], ["engine.sets", "'seats'"]),
         ("predictor.confusion", [[1.0]] * 5, ["predictor.confusion", "1 entries"]),
@@ -54,7 +55,7 @@ def test_invalid_scenarios_are_rejected_with_the_key(field, value, words) -> Non
 def test_sweep_runs_all_combinations_of_its_axes() -> None:
     sweep = [
         {"seed": [1, 2], "engine.seats": [3, 4]},
-        {"overrides.length.calibrate": [True, False]},
+        {"overrides.kv_peak.enabled": [True, False]},
     ]
     found = parse_scenarios(SMALL, "my.yaml", {"sweep": sweep})
     assert [(one.settings.seed, one.settings.engine.seats) for one in found] == [
@@ -63,8 +64,8 @@ def test_sweep_runs_all_combinations_of_its_axes() -> None:
         (2, 4),
         (2, 4),
     ]
-    assert [one.policies["semantic"].length.calibrate for one in found] == [True, False] * 2
-    assert found[0].point == {"seed": 1, "engine.seats": 3, "overrides.length.calibrate": True}
+    assert [one.policies["semantic"].kv_peak.enabled for one in found] == [True, False] * 2
+    assert found[0].point == {"seed": 1, "engine.seats": 3, "overrides.kv_peak.enabled": True}
 
 
 def test_trace_is_replayed(tmp_path, scenario) -> None:

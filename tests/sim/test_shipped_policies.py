@@ -236,7 +236,7 @@ def superseded(keys: Keys) -> Any:
     for name in ("older", "newer", "newest"):
         job = core.arrive(core.draft(name, 10, 100, core.read_hints({}, 0), False), 0.0)
         core.enqueue(job, core.waiting)
-        key = "page 7" if core.policy.dedup.enabled else None  # as the engine reads it
+        key = "page 7" if core.policy.dedup != "none" else None  # as the engine reads it
         ended += control.admit(job, 0.0, lambda: 0, key, name)
         if name == "newer":
             core.take(job, core.waiting)
@@ -259,17 +259,16 @@ SHOWN_BY: dict[str, tuple[str, ...]] = {
     "crowd": ("admission.queue.requests", "tenant.requests", "tiers.1.queue.requests"),
     "unimportant crowd": ("tiers.2.queue.requests", "reserve.mode", "tiers.1.reserve.kv"),
     "left behind": ("queue.timeout",),
-    "recovery": ("shedding.recover",),
     "claims": ("top.share", "preemption.after_limit"),
-    "superseded": ("dedup.enabled", "dedup.running"),
+    "superseded": ("dedup",),
     "mixed": ("pace", "reserved.preemption.victim"),
     "unhinted": ("base", "preemption.victim", "protect.price", "ems.weighted_levels.factor"),
     "slow": (
-        *("aging.enabled", "aging.interval", "aging.share", "aging.step", "protect.worth"),
-        *("tiers.0.share", "tiers.1.share", "fair_share.enabled", "fair_share.window"),
-        *("fair_share.max_levels", "admission.over_share", "preemption.min_level_gap"),
+        *("aging.enabled", "aging.interval", "protect.worth"),
+        *("tiers.0.share", "tiers.1.share", "fair_share.enabled"),
+        *("admission.over_share", "preemption.min_level_gap"),
         *("preemptible", "takes_seats", "tiers.2.shed_order", "shedding.enabled"),
-        *("shedding.waiting", "deadlines.enabled", "deadlines.before"),
+        *("shedding.waiting", "deadlines.enabled"),
     ),
 }
 

@@ -2,23 +2,23 @@
 
 Reads the corrections that a server has recorded (its address, or its file corrections.jsonl beside
 the event log) and compares the thresholds in force with refitted ones on corrections kept out of
-the fit. If these are better, they are written as a part of a policy file. Says at most how many
+the fit. If these are better, a copy of the model with them is written. Says at most how many
 emergencies are missed, as far as the corrected requests were drawn at random.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from vllm_semantic_sched.cli.arguments import Failure, failing, failing_in_lab
-from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
-from vllm_semantic_sched.policy.config import load_policy
+from vllm_semantic_sched.policy.facts.decision import decision_of
+from vllm_semantic_sched.predict import SHIPPED_WEIGHTS
 from vllm_semantic_sched.predict.corrections import parse_corrections, read_corrections
 
 if TYPE_CHECKING:
@@ -40,20 +40,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="--correct: the request was drawn at random, not noticed",
     )
-    add("--policy", default=DEFAULT_POLICY, help="in force; name or path (default: %(default)s)")
+    add("--model", type=Path, metavar="DIR", help="that reads texts (default: the shipped one)")
     add(
         "--output",
         type=Path,
-        default=Path("decision.yaml"),
-        metavar="FILE",
-        help="gets the refitted keys (default: %(default)s)",
+        default=Path("refitted-model"),
+        metavar="DIR",
+        help="gets a copy of the model with the refitted thresholds (default: %(default)s)",
     )
 
 
 @failing(AdminError)
 @failing_in_lab()
 def run(args: argparse.Namespace) -> None:
-    """Record, or refit and print; 1 if the source or the policy cannot be used, 2 for a wrong
+    """Record, or refit and print; 1 if the source or the model cannot be used, 2 for a wrong
     option."""
     server = None
     if args.source.startswith(("http://", "https://")):
@@ -64,16 +64,18 @@ def run(args: argparse.Namespace) -> None:
         corrections = read_corrections(Path(args.source))
     else:
         corrections = parse_corrections(server.call("/corrections").get("corrections", []))
-    decision = load_policy(args.policy).decision
+    model: Path = args.model or SHIPPED_WEIGHTS
+    decision = decision_of(json.loads((model / "config.json").read_text("utf-8")))
     from vllm_semantic_sched.lab.training.corrections import missed_emergencies, refit
+    from vllm_semantic_sched.lab.training.decision import write_decision
 
     _print_missed(missed_emergencies(corrections), len(corrections))
     refitted = refit(corrections, decision)
     _print_refit(refitted)
     if refitted.better:
-        keys = refitted.decision.model_dump(mode="json", include={"rule", "thresholds"})
-        args.output.write_text(yaml.safe_dump({"decision": keys}, sort_keys=False), "utf-8")
-        print(f"written: {args.output}; put its keys into the policy and reload it")
+        shutil.copytree(model, args.output, dirs_exist_ok=True)
+        write_decision(args.output, refitted.decision)
+        print(f"written: {args.output}; set predictor.model to it and restart the server")
 
 
 def _correct(server: AdminClient | None, correction: str, sampled: bool) -> None:

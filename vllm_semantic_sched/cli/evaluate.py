@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from vllm_semantic_sched.lab.evaluation.compositions import read_composed_set
 from vllm_semantic_sched.lab.evaluation.domain import Domain, load_domain
 from vllm_semantic_sched.lab.report.page import markdown
 from vllm_semantic_sched.policy.config import load_policy
-from vllm_semantic_sched.policy.config.estimates import Decision
+from vllm_semantic_sched.policy.config.estimates import MissedCosts
 from vllm_semantic_sched.sim.data_folder import data_root
 
 if TYPE_CHECKING:
@@ -98,10 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--policy",
         metavar="NAME|FILE",
-        help=(
-            "policy whose `decision` section turns probabilities into a level (default: the "
-            "default decision)"
-        ),
+        help="policy whose `decision.missed_cost` weighs mistakes (default: the default costs)",
     )
     baselines = parser.add_mutually_exclusive_group()
     baselines.add_argument(
@@ -124,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate, write the report and print it; 1 if a figure misses its bar, or if a file, a
     package or an option is wrong."""
     _check(args)
-    decision = load_policy(args.policy).decision if args.policy else Decision()
+    costs = load_policy(args.policy).decision if args.policy else None
     # All files are read first, so that a mistake in one shows before minutes of work.
     bars = read_bars(args.bars) if args.bars else {}
     root = args.data_root or data_root()
@@ -136,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     for name in builtin:
         sets[name] = examples.builtin_set(name, root)
     training = [] if args.no_baselines else _training_examples(args.train, domain, root)
-    measure = measure_of(args.model, training, decision, args.threads)
+    measure = measure_of(args.model, training, args.threads, costs=costs)
     several = args.all or len(sets) > 1
     reports = {}
     for name, labeled in sets.items():
@@ -157,9 +155,9 @@ def run(args: argparse.Namespace) -> int:
 def measure_of(
     model: str | None,  # None: the shipped one
     training: Sequence[examples.Example],
-    decision: Decision,
     threads: int = 1,
     beside: Mapping[str, Guesser] | None = None,
+    costs: MissedCosts | None = None,  # None: the default ones
 ) -> Callable[..., dict[str, Any]]:
     """`evaluate_predictor` of a model, `beside` other ones and the TF-IDF baselines. Fits these to
     `training` and prints that this takes time."""
@@ -170,6 +168,8 @@ def measure_of(
 
     predictor = TextPredictor.load(model, threads)
     instant = InstantReader.load(model)
+    missed_cost = (costs or MissedCosts()).missed_cost
+    decision = replace(predictor.decision, missed_cost=missed_cost)
     if training:
         print(f"fitting the TF-IDF baselines to {len(training)} texts", file=sys.stderr)
     return partial(

@@ -27,6 +27,7 @@ that `semsched evaluate` gives on those to MODEL/report. Needs the package's ext
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -36,8 +37,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_semantic_sched.cli.arguments import failing_in_lab
 from vllm_semantic_sched.cli.evaluate import measure_of, report_on
 from vllm_semantic_sched.lab.evaluation.examples import read_labeled_set
-from vllm_semantic_sched.policy.config import load_policy
-from vllm_semantic_sched.policy.config.estimates import Decision
+from vllm_semantic_sched.policy.facts.decision import decision_of
 from vllm_semantic_sched.sim.data_folder import data_root
 
 if TYPE_CHECKING:
@@ -266,19 +266,14 @@ def _report(
     if tuned.known_tests is not None:
         known = f"{tuned.known_tests} of the {len(tuned.tests)} texts for the report"
         print(f"{known} are trained on as well")
-    decision = Decision()
     if args.kind == "urgency":
-        policy = _print_thresholds(args.output, len(tuned.training))
-        decision = load_policy(policy).decision
-    measure = measure_of(str(args.output), tuned.training, decision, beside=beside)
+        _print_thresholds(args.output, len(tuned.training))
+    measure = measure_of(str(args.output), tuned.training, beside=beside)
     return report_on(read_labeled_set(args.output / TEST_FILE), measure, args.output / "report")
 
 
-def _print_thresholds(model: Path, texts: int) -> Path:
-    """Print the policy of fitted thresholds in the folder of a model; its path."""
-    from vllm_semantic_sched.lab.training.calibration import THRESHOLDS_FILE
-
-    path = model / THRESHOLDS_FILE
-    print(f"thresholds on the expected level, fitted to {texts} texts: {path}")
-    print(path.read_text(encoding="utf-8"))
-    return path
+def _print_thresholds(model: Path, texts: int) -> None:
+    """Print the fitted thresholds of a model."""
+    settings = json.loads((model / "config.json").read_text("utf-8"))
+    cuts = ", ".join(f"{cut:g}" for cut in decision_of(settings).thresholds)
+    print(f"thresholds on the expected level, fitted to {texts} texts: {cuts}")

@@ -52,7 +52,7 @@ class Preemptions:
             )
         if self.connector is not None:
             self.connector.ledger.loads_beside = lambda tokens: loads_beside_steps(
-                tokens, core.profile, core.policy.retention.max_stall
+                tokens, core.profile
             )
             if scheduler.connector is self.connector and not core.policy.observe:
                 # With a connector, vLLM delays freeing blocks, because a step in flight could
@@ -235,8 +235,7 @@ class Preemptions:
             # What the prefix cache will probably still hold when the request resumes.
             blocks = 1 + vllm_api.total_kv_blocks(scheduler)
             free_share = vllm_api.free_kv_blocks(scheduler) / blocks
-            knobs = self._core.policy.retention
-            left = tokens_left_on_device(shared * size, cached * size, free_share, knobs)
+            left = tokens_left_on_device(shared * size, cached * size, free_share)
             return HostRoom(size, free, on_device=left)
         # With several block tables or sliding windows, a part cannot be loaded: all must fit.
         fits = vllm_api.blocks_held(scheduler, request) <= free

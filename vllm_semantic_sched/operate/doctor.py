@@ -231,7 +231,7 @@ def check_predictor(policy: Policy, model: str | None) -> Finding:
         service.close()
     text = f"{settings.model or 'the shipped model'} can be loaded"
     try:
-        instant = settings.instant.enabled
+        instant = settings.has_instant_reader
         if instant and InstantReader.load_beside(settings.model, buckets) is None:
             text += "; it has no instant reader, so requests wait for the predictor"
     except Exception as error:  # any: the server catches the same

@@ -9,16 +9,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, get_args
 
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.config.estimates import Decision, Estimate
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import (
-    decide,
+    decided,
     expected_costs,
     expected_level,
     predicted_level,
     preempting_level,
 )
-from vllm_semantic_sched.policy.estimates.length import expected_output_tokens
+from vllm_semantic_sched.policy.estimates.length import Estimate, expected_output_tokens
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
@@ -106,8 +105,8 @@ def _word_weights(
     shorter = [" ".join(words[:place] + words[place + 1 :]) for place in positions]
     prediction, *predictions_without = predictor.predict([text, *shorter])
     whole = prediction.urgency
-    level, rule = decide(whole, policy.decision)
-    decided = 0 if rule == "possible" else level
+    level, rule = decided(policy, prediction)
+    weighed = 0 if rule == "possible" else level
     weights = []
     for position, prediction_without in zip(positions, predictions_without, strict=True):
         without = prediction_without.urgency
@@ -115,11 +114,11 @@ def _word_weights(
             WordWeight(
                 word=words[position],
                 position=position,
-                probability=whole[decided] - without[decided],
-                log_odds=_log_odds(whole, decided) - _log_odds(without, decided),
+                probability=whole[weighed] - without[weighed],
+                log_odds=_log_odds(whole, weighed) - _log_odds(without, weighed),
             )
         )
-    return prediction, decided, weights
+    return prediction, weighed, weights
 
 
 def explain(
@@ -134,7 +133,6 @@ def explain(
     output tokens, None: no limit."""
     prediction, weighed, weights = _word_weights(text, predictor, policy)
     whole = prediction.urgency
-    decision = policy.decision
     core = SchedulingCore(policy, profile, predictor.length_buckets)
     draft = core.draft(
         "explained",
@@ -149,9 +147,9 @@ def explain(
     lengths, tokens = _lengths(prediction, predictor.length_buckets, job.max_output_tokens)
     return Explanation(
         level=job.level,
-        rule=_rule_in_words(whole, decision),
+        rule=_rule_in_words(policy, prediction),
         probabilities=whole,
-        costs=tuple(expected_costs(whole, decision)),
+        costs=tuple(expected_costs(whole, policy.decision)),
         lengths=lengths,
         tokens=tokens,
         remaining_seconds=core.estimates.remaining(job),
@@ -169,7 +167,7 @@ def _second_look(
     text: str, predictor: TextPredictor, core: SchedulingCore, job: Job
 ) -> tuple[PartRead, ...]:
     """Read the parts of a text that the first reading did not see, and raise the job."""
-    enabled = core.policy.predictor.second_look.enabled
+    enabled = core.policy.predictor.second_look
     parts = parts_of(text) if enabled and job.level_source is LevelSource.PREDICTION else []
     parts_read = []
     for part, prediction in zip(parts, predictor.predict(parts), strict=True):
@@ -182,7 +180,8 @@ def _second_look(
     return tuple(parts_read)
 
 
-def _rule_in_words(probabilities: Sequence[float], decision: Decision) -> str:
+def _rule_in_words(policy: Policy, prediction: Prediction) -> str:
+    probabilities, decision = prediction.urgency, prediction.decision
     cuts = ", ".join(f"{cut:g}" for cut in decision.thresholds)
     words = {
         "least_cost": "lowest expected cost",
@@ -191,7 +190,7 @@ def _rule_in_words(probabilities: Sequence[float], decision: Decision) -> str:
         "thresholds": f"expected level {expected_level(probabilities):.2f}, cut at {cuts}",
         "possible": f"level 0 has a probability of {probabilities[0]:.2g}",
     }
-    _, rule = decide(probabilities, decision)
+    _, rule = decided(policy, prediction)
     return f"{rule}: {words[rule]}"
 
 
@@ -202,13 +201,13 @@ def _instant_part(text: str, reader: InstantReader, policy: Policy) -> InstantPa
         prediction.length or (),
         reader.length_buckets,
         generated=0,
-        estimate=policy.length.estimate,
+        estimate="mean",
     )
     return InstantPart(
         level=level,
         probabilities=prediction.urgency,
         tokens=tokens,
-        preempts_as=preempting_level(prediction.urgency, level, policy.predictor.instant),
+        preempts_as=preempting_level(policy, prediction.urgency, level),
         pieces=tuple(reader.strongest(text, level, _PIECES)),
     )
 

@@ -75,6 +75,9 @@ class SchedulingCore:
         on_error: Callable[[str], None] | None = None,
     ) -> None:
         self.policy_ref = PolicyRef(policy)
+        # Decodes of this and more urgent levels keep less urgent prefills from a step (paper,
+        # Alg. 2). None: none do. Only simulations set it: a busy server would prefill nothing.
+        self.gated_level: int | None = None
         self.estimates = Estimator(self.policy_ref, profile)
         self.estimates.buckets = buckets
         self.protection = Protection(self.policy_ref, lambda: self.estimates.scale.certain)

@@ -31,14 +31,14 @@ class Levels:
     def glance(self, job: Job, provisional: Prediction | None) -> None:
         """Apply the instant reader's prediction to a new job, as far as the policy allows. The
         level of a hint stays."""
-        instant = self._seating.policy.predictor.instant
-        if provisional is None or provisional.unreadable or not instant.decides_place:
+        policy = self._seating.policy
+        if provisional is None or provisional.unreadable or not policy.predictor.provisional_place:
             return
         job.prediction = provisional
         if job.level_source is LevelSource.DEFAULT:
             job.level_source = LevelSource.INSTANT
             job.level = self.decided(job)
-            job.sure_level = decision.rightful_level(provisional.urgency, instant)
+            job.sure_level = decision.rightful_level(policy, provisional.urgency)
 
     def capped(self, job: Job, level: int, counted: bool = False) -> int:
         """`level`, or the next one that the tenant's cap on top levels allows; `counted`: the
@@ -96,9 +96,8 @@ class Levels:
         """Raise a predicted level if a second look at the prompt demands it; whether it did."""
         if job.level_source not in (LevelSource.PREDICTION, LevelSource.SECOND_LOOK):
             return False
-        certain = self._seating.policy.predictor.second_look.certain
         before = job.level
-        level = decision.raised_level(prediction.urgency, before, certain)
+        level = decision.raised_level(prediction.urgency, before)
         if level is None or (level := self.capped(job, level, counted=True)) >= before:
             return False
         job.level_source = LevelSource.SECOND_LOOK

@@ -19,6 +19,9 @@ from vllm_semantic_sched.policy.snapshot import Snapshot
 MakePlan = Callable[[Job, int, HostRoom | None, bool], PreemptionPlan]
 
 _RATE = 0.1  # weight of the latest gap between two seats that came free
+# Victims in one step, of those that make room for newcomers: each costs the step the time to choose
+# it and to save its KV, and those of the next step are chosen a few milliseconds later.
+_MOST_VICTIMS = 8
 _COMPARED = 64  # jobs of a level among which the cheapest victim is searched
 _PREEMPTION_TOKENS = 500  # output tokens that a preemption counts as, with `victim: progress` (S3)
 _LOOKAHEAD = 64  # waiting jobs that a step examines to make room for them
@@ -367,7 +370,7 @@ class Eviction:
                 return None
             return None if victim in beside else snapshot.freeable_blocks(victim)
 
-        most = self._seating.policy.preemption.max_victims_per_step - len(beside)
+        most = _MOST_VICTIMS - len(beside)
         if groups:
             victims = self._smallest(groups, job, plans, freeable)[:most]
         else:

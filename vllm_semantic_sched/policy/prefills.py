@@ -14,7 +14,6 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from vllm_semantic_sched.policy.config.order import Stage
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.order.running import RunningSet
 from vllm_semantic_sched.policy.order.waiting import WaitingQueue
@@ -215,12 +214,13 @@ def _may_sit_out(job: Job) -> bool:
 
 
 def gate(
-    stage: Stage, prefilling: Sequence[Job], newcomer: Job | None, first: Job | None
+    gated_level: int, prefilling: Sequence[Job], newcomer: Job | None, first: Job | None
 ) -> PrefillLimits:
     """No prefill in the coming step (paper, Alg. 2), if the most urgent running job decodes and is
     protected, and all prefills, running or next, are less urgent; else no limits.
 
     Args:
+        gated_level: see `SchedulingCore`.
         prefilling: running prefills that keep their seats.
         newcomer: the next waiting job; None if none may start.
         first: the most urgent running job; None if none runs.
@@ -230,11 +230,11 @@ def gate(
         levels.append(newcomer.effective_level)
     if not levels or first is None or first in prefilling:
         return NO_LIMITS
-    if not gates_prefills(first.effective_level, min(levels), stage):
+    if not gates_prefills(first.effective_level, min(levels), gated_level):
         return NO_LIMITS
     return PrefillLimits(tuple(prefilling), gated=True, beneficiary=first)
 
 
-def gates_prefills(decoding_level: float, prefill_level: float, stage: Stage) -> bool:
+def gates_prefills(decoding_level: float, prefill_level: float, gated_level: int) -> bool:
     """Whether a decode of one effective level keeps prefills of another from a step."""
-    return decoding_level <= stage.protected_level and prefill_level > decoding_level
+    return decoding_level <= gated_level and prefill_level > decoding_level

@@ -10,15 +10,20 @@ from typing import NamedTuple
 
 from vllm_semantic_sched.policy.config.eviction import Retention
 from vllm_semantic_sched.policy.facts.job import Job
-from vllm_semantic_sched.policy.profile.cost import resume_seconds
+from vllm_semantic_sched.policy.profile import cost
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
+# Share of the KV blocks that must be free for a victim's cached blocks to count as safe in the
+# device's prefix cache: vLLM takes free blocks in the order in which they became free, so that many
+# others go first.
+SURVIVAL = 0.5
 
-def tokens_left_on_device(shared: int, cached: int, free_share: float, retention: Retention) -> int:
+
+def tokens_left_on_device(shared: int, cached: int, free_share: float) -> int:
     """A victim's first tokens that will probably still be on the device later: those in blocks
     `shared` with running jobs; all those `cached`, if many KV blocks are free (`free_share`), which
     go first."""
-    return cached if free_share > retention.survival else shared
+    return cached if free_share > SURVIVAL else shared
 
 
 class PreemptionKind(enum.Enum):
@@ -82,7 +87,7 @@ def plan_preemption(
     """
     on_device = min(host.on_device, held) if host else 0
     kept_to = max(on_device, _kept_to(job, held, profile, retention, host))
-    plan = _plan(on_device, kept_to, held, profile, retention.max_stall)
+    plan = _plan(on_device, kept_to, held, profile)
     if drop_seconds is None or retention.mode == "none":
         return plan
     if must_end or job.preemption_seconds + plan.seconds > drop_seconds:
@@ -104,16 +109,14 @@ def _kept_to(
     if retention.mode == "paper":
         return _whole_blocks(_paper(job, held, profile), held, host)
 
-    def cost(kept_to: int) -> tuple[float, int]:
-        plan = _plan(host.on_device, kept_to, held, profile, retention.max_stall)
+    def cost_of(kept_to: int) -> tuple[float, int]:
+        plan = _plan(host.on_device, kept_to, held, profile)
         return plan.seconds, kept_to  # among equals, prefer fewer host blocks
 
-    return min(_corners(held, profile, retention, host), key=cost)
+    return min(_corners(held, profile, host), key=cost_of)
 
 
-def _plan(
-    on_device: int, kept_to: int, held: int, profile: EngineProfile, max_stall: float
-) -> PreemptionPlan:
+def _plan(on_device: int, kept_to: int, held: int, profile: EngineProfile) -> PreemptionPlan:
     kind = PreemptionKind.SWAP if kept_to == held else PreemptionKind.PARTIAL
     return PreemptionPlan(
         PreemptionKind.RECOMPUTE if kept_to == on_device else kind,
@@ -121,11 +124,11 @@ def _plan(
         saved=kept_to - on_device,
         recomputed=held - kept_to,
         save_seconds=profile.save(kept_to - on_device),
-        resume_seconds=resume_seconds(on_device, kept_to, held, profile, max_stall),
+        resume_seconds=cost.resume_seconds(on_device, kept_to, held, profile),
     )
 
 
-def _corners(held: int, profile: EngineProfile, retention: Retention, host: HostRoom) -> set[int]:
+def _corners(held: int, profile: EngineProfile, host: HostRoom) -> set[int]:
     """Candidates for the minimum: the cost is concave in the range of loads before a step and in
     that of loads beside steps, so these are the ends of both ranges."""
     most, start, block = host.most(held), host.on_device, host.block_size
@@ -133,7 +136,7 @@ def _corners(held: int, profile: EngineProfile, retention: Retention, host: Host
         return {held}
     if host.all_or_nothing:
         return {start, most}
-    stall = retention.max_stall * profile.gamma2 - profile.load_start
+    stall = cost.MAX_STALL * profile.gamma2 - profile.load_start
     longest = max(0, int(stall / profile.beta_load)) // block
     # Neighboring blocks as well, because of rounding.
     inner = (start + blocks * block for blocks in (1, *range(longest - 1, longest + 3)))

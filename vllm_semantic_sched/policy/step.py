@@ -324,9 +324,9 @@ class _Step:
         for job in prefilling:
             self._plans.observe(job)
         limits, newcomer = NO_LIMITS, core.waiting.peek()
-        if core.policy.stage.mode != "off" and core.policy.uses_urgency:
+        if core.gated_level is not None and core.policy.uses_urgency:
             first = next(iter(self._running_by_urgency()), None)
-            limits = prefills.gate(core.policy.stage, prefilling, newcomer, first)
+            limits = prefills.gate(core.gated_level, prefilling, newcomer, first)
         if not limits.gated:
             leaving = [victim.job for victim in self.orders.preempt]
             leaving += self._holds.jobs

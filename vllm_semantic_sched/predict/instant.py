@@ -11,6 +11,7 @@ import numpy
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
+from vllm_semantic_sched.policy.facts.decision import DEFAULT_DECISION, Decision, decision_of
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, buckets_of
 from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_pieces, cut_text, unreadable
@@ -112,7 +113,11 @@ class InstantReader:
     Thread-safe."""
 
     def __init__(
-        self, features: FeatureReader, table: InstantTable, length_buckets: LengthBuckets
+        self,
+        features: FeatureReader,
+        table: InstantTable,
+        length_buckets: LengthBuckets,
+        decision: Decision = DEFAULT_DECISION,
     ) -> None:
         if len(table.rows) != features.rows:
             raise ValueError(f"{len(table.rows)} rows for {features.rows} wordpieces and pairs")
@@ -120,6 +125,7 @@ class InstantReader:
         self._urgency = numpy.ascontiguousarray(table.rows[:, : table.levels])  # for the parts
         self._numbers = numpy.arange(table.levels, dtype=numpy.float32)
         self.levels, self.length_buckets = table.levels, length_buckets
+        self.decision = decision  # of the model, by which its readings become levels
 
     @classmethod
     def load(cls, path: str | None = None) -> Self | None:
@@ -129,13 +135,14 @@ class InstantReader:
         table = InstantTable.load(folder)
         if table is None:
             return None
-        buckets = buckets_of(json.loads((folder / "config.json").read_text("utf-8")))
+        settings = json.loads((folder / "config.json").read_text("utf-8"))
+        buckets = buckets_of(settings)
         if len(table.bias) != table.levels + len(buckets.means):
             raise ValueError(
                 f"{folder / INSTANT_FILE}: {len(table.bias)} outputs for {table.levels} levels and "
                 f"{len(buckets.means)} length buckets"
             )
-        return cls(FeatureReader.load(folder), table, buckets)
+        return cls(FeatureReader.load(folder), table, buckets, decision_of(settings))
 
     @classmethod
     def load_beside(cls, path: str | None, buckets: LengthBuckets | None) -> Self | None:
@@ -159,6 +166,7 @@ class InstantReader:
             unreadable=unreadable(cut),
             part=self._urgent_part(pieces, pairs),
             instant=True,
+            decision=self.decision,
         )
 
     def _urgent_part(self, pieces: Ints, pairs: Ints) -> tuple[float, ...] | None:

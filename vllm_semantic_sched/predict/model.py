@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from vllm_semantic_sched.policy.facts.decision import DEFAULT_DECISION, Decision, decision_of
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, URGENCY_LEVELS, buckets_of, weights_file
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier, has_bfloat16
@@ -86,6 +87,7 @@ class TextPredictor:
     length_buckets: LengthBuckets | None
     _guard: Callable[[str], str | None] = lambda text: None  # why it cannot be judged
     _second: _Classifier | None = None  # that reads doubtful texts, too
+    decision: Decision = DEFAULT_DECISION  # by which its predictions become levels
 
     @classmethod
     def load(cls, path: str | None = None, threads: int = 1) -> Self:
@@ -122,6 +124,7 @@ class TextPredictor:
             length_buckets=buckets_of(settings),
             _guard=unreadable,
             _second=None if second is None else _calibrated(second),
+            decision=decision_of(settings),
         )
 
     @classmethod
@@ -153,6 +156,7 @@ class TextPredictor:
             WindowTokenizer(tokenizer, window),
             levels=len(labels),
             length_buckets=None,
+            decision=decision_of(model.config.to_dict()),
         )
 
     def predict(self, texts: Sequence[str]) -> list[Prediction]:
@@ -170,7 +174,9 @@ class TextPredictor:
                 readings[index] = _mean(urgency, second_urgency), length
         predictions = []
         for (urgency, length), text in zip(readings, read, strict=True):
-            predictions.append(Prediction(urgency, length, unreadable=self._guard(text)))
+            predictions.append(
+                Prediction(urgency, length, unreadable=self._guard(text), decision=self.decision)
+            )
         return predictions
 
     def _read(self, classifier: _Classifier, rows: Sequence[Sequence[int]]) -> list[_Reading]:

@@ -15,14 +15,27 @@ from typing import NamedTuple
 from vllm_semantic_sched.policy.config.estimates import Predictor
 from vllm_semantic_sched.policy.config.private_files import own_folder
 from vllm_semantic_sched.policy.estimates.decision import raised_level
+from vllm_semantic_sched.policy.facts.decision import DEFAULT_DECISION, Decision, decision_of
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
-from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.facts.prediction import (
+    MAX_BATCH,
+    MAX_PASS,
+    LengthBuckets,
+    Prediction,
+)
 from vllm_semantic_sched.predict.process import PassSize, PredictorError, PredictorProcess
 from vllm_semantic_sched.predict.second_look import Look, SecondLooks
 from vllm_semantic_sched.predict.shared import shared_command
 
 _START_TIMEOUT = 180.0  # seconds; loading torch on a busy machine takes tens of them
 _LONGEST_BACKOFF = 60.0  # seconds between restarts
+# Prompts that may wait, each queue; further requests run at the default level. Far more than an
+# engine serves before clients give up; 10,000 prompts of the longest kind fill 20 MB.
+MAX_QUEUE = 10_000
+CACHE_SIZE = 4096  # predictions; templates and retries repeat within minutes. About 1 KB each
+# Seconds for one forward pass, after which the process counts as stuck and is restarted. Hundreds
+# of times the bound on a pass: a process on a machine that swaps must not restart in circles.
+PASS_TIMEOUT = 30.0
 
 
 class _Prompt(NamedTuple):
@@ -49,7 +62,6 @@ class PredictionService:
         first_backoff: float = 1.0,
         group: str | None = None,
     ) -> None:
-        self._settings = settings
         self._logger = logger
         self._command = [*command, "--threads", str(settings.threads)]
         if settings.model is not None:
@@ -57,13 +69,14 @@ class PredictionService:
         # Without a folder of its own, a user has no socket that others cannot reach.
         if group is not None and (folder := own_folder()) is not None:
             name = f"{group}-{_digest(repr(self._command)).hex()[:16]}"
-            self._command = shared_command(folder / name, settings.timeout, self._command)
+            self._command = shared_command(folder / name, PASS_TIMEOUT, self._command)
         self._first_backoff = first_backoff
-        self._pass_size = PassSize(settings.max_pass)
+        self._pass_size = PassSize(MAX_PASS)
         self.cached = 0  # prompts answered from memory
         self.restarts = 0  # of failed processes
         self._process: PredictorProcess | None = None
         self._loaded = False  # the process has said that it is ready
+        self._decision = DEFAULT_DECISION  # of the model, once it is loaded
         self._changed = threading.Condition()
         # These five are guarded by _changed.
         self.second_looks = SecondLooks()  # at earlier prompts
@@ -96,7 +109,7 @@ class PredictionService:
         with self._changed:
             if self._recall(request_id, prompt):
                 return True
-            if len(self._queue) >= self._settings.max_queue:
+            if len(self._queue) >= MAX_QUEUE:
                 return False
             self._queue.push(request_id, order)
             self._prompts[request_id] = prompt
@@ -110,7 +123,7 @@ class PredictionService:
         smallest `key` first. A part that raises the request above `level` comes back as a
         prediction with `again`. `text` gives the prompt; called once, on the service's thread."""
         with self._changed:
-            if len(self.second_looks) < self._settings.max_queue:
+            if len(self.second_looks) < MAX_QUEUE:
                 self.second_looks.add(Look(request_id, level, text), key)
                 self._changed.notify()
 
@@ -185,35 +198,27 @@ class PredictionService:
                 if not self.up:
                     backoff = self._relaunch(backoff)
             else:
-                if self._pause(self._settings.extra_latency):
-                    return
                 self._deliver(batch, predictions)
                 backoff = self._first_backoff
 
     def _next_batch(self) -> dict[str, _Prompt] | None:
         """Wait for prompts, or for a part of an earlier one; returns them by request id (perhaps
         none), None when closing."""
-        settings = self._settings
         batch: dict[str, _Prompt] = {}
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self.second_looks or self._closing)
-            if self._queue and settings.mode == "full_batching":
-                self._changed.wait_for(
-                    lambda: len(self._queue) >= settings.max_batch or self._closing,
-                    timeout=settings.max_wait,
-                )
             if self._closing:
                 return None
             look = None if self._queue else self.second_looks.peek()
             lengths: list[int] = []
-            while self._queue and len(batch) < settings.max_batch:
+            while self._queue and len(batch) < MAX_BATCH:
                 request_id = self._queue.peek()
                 assert request_id is not None
                 prompt = self._prompts[request_id]
                 # The batch before may have had the same text.
                 if not self._recall(request_id, prompt):
                     lengths.append(len(prompt.text))
-                    if settings.mode == "immediate" and not self._pass_size.fits(lengths):
+                    if not self._pass_size.fits(lengths):
                         break
                     batch[request_id] = prompt
                 self._queue.pop()
@@ -240,8 +245,7 @@ class PredictionService:
             return
         look.unread.pop()
         if prediction is not None and not prediction.unreadable:
-            certain = self._settings.second_look.certain
-            level = raised_level(prediction.urgency, look.level, certain)
+            level = raised_level(prediction.urgency, look.level)
             if level is not None:
                 look.level = level
                 look.raised = True
@@ -263,7 +267,7 @@ class PredictionService:
                 if prediction is not None:
                     self._memory[prompt.digest] = prediction
                 self._done.append((request_id, prediction))
-            while len(self._memory) > self._settings.cache_size:
+            while len(self._memory) > CACHE_SIZE:
                 self._memory.popitem(last=False)
 
     def _predict(self, prompts: list[_Prompt]) -> list[Prediction | None]:
@@ -273,7 +277,7 @@ class PredictionService:
             raise PredictorError("no predictor process")
         begin = time.monotonic()
         message = {"id": next(self._batch_ids), "texts": texts}
-        answer = process.read(self._settings.timeout, message)
+        answer = process.read(PASS_TIMEOUT, message)
         seconds = time.monotonic() - begin
         self._passes.append((len(texts), seconds))
         self._pass_size.measured(list(map(len, texts)), seconds)
@@ -282,7 +286,7 @@ class PredictionService:
         rows = list(zip(answer["urgency"], answer["length"], answer["unreadable"], strict=True))
         if len(rows) != len(texts):
             raise PredictorError(f"{len(rows)} answers to {len(texts)} texts")
-        return [_prediction(*row) for row in rows]
+        return [_prediction(*row, self._decision) for row in rows]
 
     # The process
 
@@ -300,7 +304,9 @@ class PredictionService:
         if "failed" in first:
             raise PredictorError(f"predictor.model: {first['failed']}")
         self._loaded = True
-        buckets = first["ready"]["length_buckets"]
+        ready = first["ready"]
+        self._decision = decision_of(ready)
+        buckets = ready["length_buckets"]
         return LengthBuckets(tuple(buckets["edges"]), tuple(buckets["means"])) if buckets else None
 
     def _loads(self, process: PredictorProcess | None = None) -> bool:
@@ -340,7 +346,10 @@ def _digest(text: str) -> bytes:
 
 
 def _prediction(
-    urgency: list[float] | None, length: list[float] | None, unreadable: str | None
+    urgency: list[float] | None,
+    length: list[float] | None,
+    unreadable: str | None,
+    decision: Decision,
 ) -> Prediction | None:
     """The prediction; None if the text was not read, or a number is not finite (broken model)."""
     if urgency is None:
@@ -352,4 +361,5 @@ def _prediction(
         urgency=tuple(urgency),
         length=None if length is None else tuple(length),
         unreadable=unreadable,
+        decision=decision,
     )

@@ -54,7 +54,11 @@ def main() -> int:
         send({"failed": f"{type(error).__name__}: {error}"})
         return 1
     buckets = predictor.length_buckets
-    send({"ready": {"length_buckets": None if buckets is None else dataclasses.asdict(buckets)}})
+    ready = {
+        "length_buckets": None if buckets is None else dataclasses.asdict(buckets),
+        "decision": dataclasses.asdict(predictor.decision),
+    }
+    send({"ready": ready})
     for line in sys.stdin:
         send(_answer(predictor, json.loads(line)))
     return 0

@@ -490,8 +490,7 @@ class Engine(Accounts):
         """Whether KV is loaded beside the steps. (The two steps that this takes are left out.)"""
         if self._is_paper:
             return False
-        knobs = self.core.policy.retention
-        return loads_beside_steps(tokens, self.core.profile, knobs.max_stall)
+        return loads_beside_steps(tokens, self.core.profile)
 
     def _release(self, run: Run) -> None:
         """A held request goes on from where it was."""

@@ -7,8 +7,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from vllm_semantic_sched.policy.config.estimates import Predictor
-from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.facts.prediction import MAX_PASS, LengthBuckets, Prediction
 from vllm_semantic_sched.sim.events import EventQueue, Order
 from vllm_semantic_sched.sim.request import Run
 from vllm_semantic_sched.sim.sections import PredictorModel
@@ -128,7 +127,7 @@ def _peaked(index: int, count: int, doubt: float) -> tuple[float, ...]:
 class PredictorQueue:
     """Requests that wait for the predictor, which processes one batch at a time.
 
-    In mode `immediate` it takes, when free, the waiting requests up to a full batch or `max_pass`
+    In mode `immediate` it takes, when free, the waiting requests up to a full batch or `MAX_PASS`
     seconds, the most urgent first as far as is known. In mode `full_batching` it waits for a full
     batch, for `max_wait` seconds, or for the end of all arrivals. `deliver` gets each batch.
     """
@@ -136,12 +135,10 @@ class PredictorQueue:
     def __init__(
         self,
         events: EventQueue,
-        policy: Predictor,
         model: PredictorModel,
         deliver: Callable[[list[Run]], None],
     ) -> None:
         self._events = events
-        self._policy = policy
         self._model = model
         self._deliver = deliver
         self._queue: list[tuple[float, float, Run]] = []  # order, deadline, request
@@ -152,10 +149,10 @@ class PredictorQueue:
         """Add a request; those with the smallest `order` are read first (`reading_order`). The
         predictor starts after all arrivals of this moment."""
         now = self._events.now
-        deadline = now + self._policy.max_wait
+        deadline = now + self._model.max_wait
         self._queue.append((order, deadline, run))
         self._events.at(now, Order.PREDICTOR, self._start_batch)
-        if self._policy.mode == "full_batching":
+        if self._model.mode == "full_batching":
             self._events.at(deadline, Order.PREDICTOR, self._start_batch)
 
     def drain(self) -> None:
@@ -172,7 +169,7 @@ class PredictorQueue:
         del self._queue[:size]
         self._busy = True
         model = self._model
-        seconds = model.latency + model.latency_per_request * size + self._policy.extra_latency
+        seconds = model.latency + model.latency_per_request * size
 
         def done() -> None:
             self._busy = False
@@ -182,15 +179,15 @@ class PredictorQueue:
         self._events.at(self._events.now + seconds, Order.PREDICTOR, done)
 
     def _largest_batch(self) -> int:
-        largest = self._policy.max_batch
+        largest = self._model.max_batch
         seconds = self._model.latency_per_request
-        if self._policy.mode == "full_batching" or not seconds:
+        if self._model.mode == "full_batching" or not seconds:
             return largest
-        in_a_pass = int((self._policy.max_pass - self._model.latency) / seconds)
+        in_a_pass = int((MAX_PASS - self._model.latency) / seconds)
         return min(largest, max(1, in_a_pass))
 
     def _due(self) -> bool:
-        if self._policy.mode == "immediate" or self._draining:
+        if self._model.mode == "immediate" or self._draining:
             return True
         oldest_deadline = min(deadline for _, deadline, _ in self._queue)
-        return len(self._queue) >= self._policy.max_batch or self._events.now >= oldest_deadline
+        return len(self._queue) >= self._model.max_batch or self._events.now >= oldest_deadline

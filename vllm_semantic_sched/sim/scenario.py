@@ -94,6 +94,11 @@ def _cell(data: dict[str, Any], point: dict[str, Any], source: str) -> Scenario:
     levels = {policy.levels for policy in policies.values()}
     if len(levels) > 1:
         raise PolicyError(f"{source}: schedulers: policies disagree on levels: {sorted(levels)}")
+    unknown = [name for name in settings.gate.schedulers if name not in policies]
+    if unknown:
+        raise PolicyError(
+            f"{source}: gate.schedulers: {unknown[0]!r} is not one of {', '.join(policies)}"
+        )
     confusion = settings.predictor.confusion
     by_level: list[tuple[str, Sequence[object]]] = [
         ("workload.mix", settings.workload.mix),

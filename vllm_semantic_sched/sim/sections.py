@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from vllm_semantic_sched.policy.config.section import Section
 from vllm_semantic_sched.policy.config.tiers import Slo
+from vllm_semantic_sched.policy.facts.prediction import MAX_BATCH
 from vllm_semantic_sched.policy.profile.formula import BatchTerms
 
 Routing = Literal["round_robin", "least_loaded", "urgency_aware"]
@@ -102,8 +103,15 @@ class WorkloadModel(Section):
 
 
 class PredictorModel(Section):
-    """Errors and latency of the predictor. Its mode and batch size come from the policy."""
+    """Batches, errors and latency of the predictor."""
 
+    mode: Literal["immediate", "full_batching"] = "immediate"
+    """`immediate` predicts as soon as requests arrive, as a server does; `full_batching` waits for
+    a full batch (paper, section 4.1)."""
+    max_batch: int = Field(MAX_BATCH, ge=1)
+    """Most texts in a batch."""
+    max_wait: float = Field(0.05, ge=0)
+    """`full_batching`: seconds after which an incomplete batch is predicted."""
     latency: float = Field(0.003, ge=0)
     """Seconds for one batch."""
     latency_per_request: float = Field(0.0, ge=0)
@@ -170,6 +178,15 @@ class EngineModel(Section):
     `urgency_aware` (fewest requests that are at least as urgent)."""
 
 
+class Gate(Section):
+    """The paper's gate: no less urgent prefills beside an urgent decode (Alg. 2)."""
+
+    level: int = Field(0, ge=0)
+    """Decodes of this and more urgent levels are protected."""
+    schedulers: tuple[str, ...] = ()
+    """The schedulers that have the gate, of those that order by urgency."""
+
+
 class Settings(Section):
     """A scenario file."""
 
@@ -182,6 +199,7 @@ class Settings(Section):
     workload: WorkloadModel
     predictor: PredictorModel = PredictorModel()
     engine: EngineModel = EngineModel()
+    gate: Gate = Gate()
     schedulers: dict[str, dict[str, Any]] = Field(min_length=1)
     """Policy keys by name of the scheduler. With `policy: NAME OR PATH` they change that policy."""
     overrides: dict[str, Any] = Field({})

@@ -75,6 +75,8 @@ def simulate(
     )
     for _ in range(settings.engine.replicas):
         replica = _Replica(policy, simulation, keep_seats)
+        if scheduler in settings.gate.schedulers:
+            replica.core.gated_level = settings.gate.level
         simulation.replicas.append(replica)
         if watch is not None:
             watch(replica.core)
@@ -214,9 +216,7 @@ class _Replica:
             simulation.done,
             settings.seed,
         )
-        self.predictor = PredictorQueue(
-            events, policy.predictor, settings.predictor, self._predicted
-        )
+        self.predictor = PredictorQueue(events, settings.predictor, self._predicted)
         self._simulation = simulation
         self._settings = settings
         # Steps that have begun: one is computed, and the next one may be decided already.

@@ -13,6 +13,7 @@ from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.engine.kv.ledger import HostPool
 from vllm_semantic_sched.lab.bench.standalone import build_scheduler
 from vllm_semantic_sched.policy.config.files import read_config
+from vllm_semantic_sched.policy.profile import cost
 
 # Steps take no time here, so the profile is better left as it is.
 HINTS_ONLY = "predictor: {enabled: false}\ncorrect_profile: false\n"
@@ -39,11 +40,12 @@ def build(tmp_path) -> Callable[..., SemanticScheduler]:
 
 
 @pytest.fixture
-def build_swapping(build) -> Callable[..., SemanticScheduler]:
+def build_swapping(build, monkeypatch) -> Callable[..., SemanticScheduler]:
     """Builds our scheduler with the swap connector; by default all loads run beside steps."""
 
     def build_swapping(text: str = "", max_stall: float = 0.0, **options: Any) -> SemanticScheduler:
-        text += f"retention: {{mode: swap, max_stall: {max_stall}}}\n"
+        monkeypatch.setattr(cost, "MAX_STALL", max_stall)
+        text += "retention: {mode: swap}\n"
         return build(text, **{"kv_transfer_config": swap_config(), "host_blocks": 200} | options)
 
     return build_swapping

@@ -15,7 +15,7 @@ TIERS = (
     "predictor: {enabled: false}\n"
     "tiers: [{name: a}, {name: b, slo: {ttft: 1.0, takes_seats: true}},"
     " {name: c}, {name: d}, {name: e}]\n"
-    "deadlines: {enabled: true, before: 0.5}\n"
+    "deadlines: {enabled: true}\n"
 )
 
 
@@ -88,19 +88,6 @@ def test_request_corrected_upward_gets_its_seat_as_if_told_so(fill) -> None:
     reader.answers = [("x", read_as(0))]
     assert steps_until_seat(steps, clock) <= told + 1
     assert steps.scheduler.jobs["x"].level == 0
-
-
-def test_deadline_takes_a_seat_that_was_too_dear_before(fill) -> None:
-    def steps_from_deadline(refused_before: bool) -> int:
-        steps, clock = fill(TIERS)
-        steps.add("x", urgency=1, output_tokens=5)
-        if refused_before:
-            steps.run(2)
-            assert "x" not in steps.first
-        clock.now += 0.7
-        return steps_until_seat(steps, clock)
-
-    assert steps_from_deadline(refused_before=True) <= steps_from_deadline(False) + 1
 
 
 def test_prediction_that_cannot_be_applied_leaves_the_others(build, monkeypatch) -> None:

@@ -41,14 +41,15 @@ def test_model_without_kv_cache_needs_no_host_pool() -> None:
 # Tokens of decodes beside loads
 
 
-def decode_beside_loads(build_swapping, stage: str, loads: int) -> EngineSteps:
+def decode_beside_loads(build_swapping, gated_level: int | None, loads: int) -> EngineSteps:
     """A level 0 decodes while victims come back by loads of ten steps."""
     scheduler = build_swapping(
-        f"stage: {{mode: {stage}}}\npreemption: {{max_per_request: 1000}}\n",
+        "preemption: {max_per_request: 1000}\n",
         max_num_seqs=8,
         num_blocks=200,
         max_num_batched_tokens=100,
     )
+    scheduler.core.gated_level = gated_level
     steps = EngineSteps(scheduler, FakeDevice(scheduler, load_steps=10))
     names = [f"low{number}" for number in range(loads)]
     steps.add(*names, urgency=4, prompt_tokens=60, output_tokens=60)
@@ -64,7 +65,7 @@ def decode_beside_loads(build_swapping, stage: str, loads: int) -> EngineSteps:
 
 @pytest.mark.parametrize("loads", [1, 2, 3])
 def test_gate_leaves_the_decode_its_token_beside_loads(build_swapping, loads) -> None:
-    steps = decode_beside_loads(build_swapping, "gate", loads)
+    steps = decode_beside_loads(build_swapping, 0, loads)
     for _ in range(8):
         assert "urgent" in steps.run()
     steps.finish()
@@ -72,7 +73,7 @@ def test_gate_leaves_the_decode_its_token_beside_loads(build_swapping, loads) ->
 
 @pytest.mark.parametrize("loads", [1, 2, 3])
 def test_loads_are_not_taken_for_prefills(build_swapping, loads) -> None:
-    steps = decode_beside_loads(build_swapping, "off", loads)
+    steps = decode_beside_loads(build_swapping, None, loads)
     for _ in range(5):
         assert steps.scheduler.snapshot().decoding == 1
         steps.run()

@@ -20,7 +20,7 @@ AGING = "aging: {enabled: true, interval: 2}\n"
 DEADLINES = (
     "tiers: [{name: a}, {name: b, slo: {ttft: 2}}, {name: c, slo: {ttft: 2}}, {name: d},"
     " {name: e}]\n"
-    "deadlines: {enabled: true, before: 0.5}\n"
+    "deadlines: {enabled: true}\n"
 )
 
 TIMERS = [
@@ -204,7 +204,7 @@ def test_shipped_shares_keeps_its_order_through_loads(
     build_swapping, shipped, clock_of, seed
 ) -> None:
     """A preemption a second, loads of 0.2 s, for 20 s."""
-    policy = shipped("shares", "admission", "pressure", "shedding", "retention")
+    policy = shipped("shares", "admission", "shedding", "retention")
     scheduler = build_swapping(
         policy, hints_only=False, max_num_seqs=6, num_blocks=300, max_num_batched_tokens=400
     )

@@ -3,7 +3,6 @@
 import contextlib
 import http.client
 import json
-import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
@@ -145,28 +144,6 @@ def test_reload_and_full_queue_429_work_on_both_engines(server, policy) -> None:
     finally:
         policy.write_text(POLICY)
         admin.post("/policy/reload")
-
-
-def test_placement_can_be_turned_off_on_a_reload(server, policy) -> None:
-    def chosen_after(pause: float) -> int:
-        time.sleep(pause)
-        return chosen(server, 0)
-
-    admin = AdminClient(server.url)
-    policy.write_text(POLICY + "placement: {enabled: false}\n")
-    try:
-        admin.post("/policy/reload")
-        with contextlib.ExitStack() as held:
-            for level, rank in [(2, 0)] * (SEATS - 1) + [(0, 1)]:
-                held.enter_context(running(server, level, rank))
-            # One API server gets the policy and tells the other. vLLM chooses by the number of
-            # requests, of which an API server counts its own twice, and learns of the others after
-            # a pause.
-            wait_until(lambda: all(chosen_after(0.5) == 1 for _ in range(6)), seconds=60)
-    finally:
-        policy.write_text(POLICY)
-        admin.post("/policy/reload")
-    assert page_value(server, "semsched:policy_errors_total") == 0
 
 
 def test_metrics_page_has_both_engines(server) -> None:

@@ -24,7 +24,7 @@ levels: 4
 default_level: 1
 predictor: {enabled: false}
 preemption: {enabled: false}
-dedup: {enabled: true}
+dedup: waiting
 admission: {queue: {requests: 4}}
 tiers:
   - name: premium

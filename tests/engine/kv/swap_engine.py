@@ -98,11 +98,13 @@ class SwapEngine:
         run beside steps, saves do as well if some blocks are free."""
         from vllm_semantic_sched.engine import vllm_api
         from vllm_semantic_sched.engine.kv.ledger import HostPool
+        from vllm_semantic_sched.policy.profile import cost
 
         vllm_api.most_blocks_of_a_step = lambda scheduler: 1000 if max_stall else 2
 
         core = self.scheduler.core
-        retention = core.policy.retention.model_copy(update={"mode": mode, "max_stall": max_stall})
+        cost.MAX_STALL = max_stall
+        retention = core.policy.retention.model_copy(update={"mode": mode})
         core.policy_ref.switch(core.policy.model_copy(update={"retention": retention}))
         slots = host_blocks or self.swap.slots
         if self.ledger.pool.slots != slots:  # else a slot that is not given back stays visible

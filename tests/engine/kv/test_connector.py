@@ -11,7 +11,7 @@ pytestmark = pytest.mark.engine
 SCRIPT = Path(__file__).with_name("swap_engine.py")
 POLICY = """
 predictor: {enabled: false}
-retention: {mode: swap, survival: 1.0}
+retention: {mode: swap}
 preemption: {max_per_request: 1000}
 correct_profile: false
 profile: PROFILE

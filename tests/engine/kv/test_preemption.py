@@ -34,6 +34,7 @@ from vllm_semantic_sched.lab.bench.standalone import (
 )
 from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.facts.job import JobState
+from vllm_semantic_sched.policy.profile import cost
 
 pytestmark = pytest.mark.engine
 
@@ -69,12 +70,13 @@ def make_requests(
 
 
 @pytest.fixture
-def build(tmp_path):
+def build(tmp_path, monkeypatch):
     def make(mode: str = "swap", max_stall: float = 1e9, host_blocks: int = 100, **options):
+        monkeypatch.setattr(cost, "MAX_STALL", max_stall)
         path = tmp_path / "policy.yaml"
         path.write_text(
             "predictor: {enabled: false}\n"
-            f"retention: {{mode: {mode}, max_stall: {max_stall}}}\n"
+            f"retention: {{mode: {mode}}}\n"
             "preemption: {max_per_request: 1000}\n"
         )
         options = {"kv_transfer_config": swap_config()} | options
@@ -461,7 +463,7 @@ def test_request_not_worth_another_preemption_is_ended(tmp_path) -> None:
     path = tmp_path / "drop.yaml"
     path.write_text(
         "predictor: {enabled: false}\nlevels: 2\ndefault_level: 1\nretention: {mode: recompute}\n"
-        "stage: {protected_level: 0}\nhints: {most_urgent_level: 0}\n"
+        "hints: {most_urgent_level: 0}\n"
         "tiers: [{name: gold}, {name: bronze, drop: true}]\n"
     )
     scheduler = build_scheduler(SemanticScheduler, semantic_sched={"policy": str(path)})

@@ -186,7 +186,7 @@ def test_policy_is_reloaded_when_its_file_changes(module, policy):
         while len(client.asked) < 2:
             await asyncio.sleep(0.02)
         assert client.asked == COMMANDS  # it may have changed since the engine read it
-        policy.write_text(POLICY + "stage: {mode: gate}\n")
+        policy.write_text(POLICY + "protect: {level: 0}\n")
         while len(client.asked) < 4:
             await asyncio.sleep(0.02)
         await asyncio.sleep(0.2)

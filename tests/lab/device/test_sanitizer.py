@@ -18,18 +18,23 @@ from vllm_semantic_sched.lab.device.load import LoadConfig, draw_load
 from vllm_semantic_sched.lab.device.remote import REMOTE_CONNECTOR, RemoteKV
 from vllm_semantic_sched.lab.device.sanitizer import Chain, DeviceError, Group, Sanitizer
 from vllm_semantic_sched.lab.device.virtual import EngineConfig, VirtualEngine
+from vllm_semantic_sched.policy.profile import cost
 
 pytestmark = pytest.mark.engine
 
 LENGTHS = {"prompts": Lengths(5.3, 0.5, 20, 600), "answers": Lengths(4, 0.6, 20, 150)}
 LOAD = draw_load(LoadConfig(requests=30, rate=30.0, **LENGTHS))
 ENGINE = {"seats": 8, "blocks": 110, "max_model_len": 1024, "asynchronous": False}
-SWAP = {"swap_gib": 1.0, "policy": {"retention": {"mode": "swap", "max_stall": 1.0}}}
+SWAP = {"swap_gib": 1.0, "policy": {"retention": {"mode": "swap"}}}
 BESIDE = {
     "swap_gib": 1.0,
-    "policy": {"retention": {"mode": "swap", "max_stall": 0.0}},
+    "policy": {"retention": {"mode": "swap"}},
     "budget": 128,  # few blocks in a step: saves beside steps want as many others
 }
+
+
+def load_beside_steps(monkeypatch, always: bool) -> None:
+    monkeypatch.setattr(cost, "MAX_STALL", 0.0 if always else 1.0)
 
 
 def found(
@@ -478,7 +483,10 @@ def slow_copies(tmp_path_factory) -> str:
     ],
 )
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_broken_copies_are_found(break_it, options, problem, asynchronous, slow_copies) -> None:
+def test_broken_copies_are_found(
+    break_it, options, problem, asynchronous, slow_copies, monkeypatch
+) -> None:
+    load_beside_steps(monkeypatch, options is BESIDE)
     given = {"given_profile": "default", "profile": slow_copies, "asynchronous": asynchronous}
     error = found(break_it, after=0.0, **options, **given)
     assert error.step and error.block is not None
@@ -487,7 +495,8 @@ def test_broken_copies_are_found(break_it, options, problem, asynchronous, slow_
 
 
 @pytest.mark.parametrize("options", [SWAP, BESIDE])
-def test_whole_copies_are_not_complained_of(options, slow_copies) -> None:
+def test_whole_copies_are_not_complained_of(options, slow_copies, monkeypatch) -> None:
+    load_beside_steps(monkeypatch, options is BESIDE)
     with VirtualEngine(
         EngineConfig(**ENGINE | options, given_profile="default", profile=slow_copies)
     ) as engine:

@@ -7,6 +7,7 @@ from virtual_runs import SHORT_LOAD
 
 from vllm_semantic_sched.lab.device.copies import EmulatedCopies
 from vllm_semantic_sched.lab.device.virtual import EngineConfig, VirtualEngine
+from vllm_semantic_sched.policy.profile import cost
 
 pytestmark = pytest.mark.engine
 
@@ -24,8 +25,9 @@ def test_copies_run_in_line_or_beside_steps(beside, asynchronous, monkeypatch) -
         return copy(self, what, device, host, beside)
 
     monkeypatch.setattr(EmulatedCopies, "_copy", counted)
+    monkeypatch.setattr(cost, "MAX_STALL", 0.0 if beside else 1.0)
     config = EngineConfig(
-        policy={"retention": {"mode": "swap", "max_stall": 0.0 if beside else 1.0}},
+        policy={"retention": {"mode": "swap"}},
         # A save beside steps keeps its blocks until it has ended: there must be others.
         seats=6 if beside else 16,
         blocks=300 if beside else 110,

@@ -16,7 +16,7 @@ from vllm_semantic_sched.lab.evaluation.examples import Example, LabeledSet
 from vllm_semantic_sched.lab.evaluation.measure import CLAIMS, NO_CLAIM, claim_figures
 from vllm_semantic_sched.lab.evaluation.report import evaluation_page
 from vllm_semantic_sched.lab.report.page import markdown
-from vllm_semantic_sched.policy.config.estimates import Decision
+from vllm_semantic_sched.policy.facts.decision import Decision
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 
 

@@ -16,7 +16,7 @@ from vllm_semantic_sched.lab.evaluation.metrics import (
     quadratic_weighted_kappa,
     reliability,
 )
-from vllm_semantic_sched.policy.config.estimates import Decision
+from vllm_semantic_sched.policy.facts.decision import Decision
 
 LEVELS = 5
 PRICES = Decision().missed_cost

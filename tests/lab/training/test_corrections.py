@@ -15,8 +15,8 @@ from vllm_semantic_sched.lab.training.corrections import (
     refit,
     upper_bound,
 )
-from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import decide_level
+from vllm_semantic_sched.policy.facts.decision import Decision
 from vllm_semantic_sched.predict.corrections import Correction
 
 DECISION = Decision()

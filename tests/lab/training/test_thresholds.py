@@ -6,8 +6,8 @@ import pytest
 
 from vllm_semantic_sched.lab.evaluation.metrics import quadratic_weighted_kappa
 from vllm_semantic_sched.lab.training.thresholds import fitted_thresholds
-from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import decide_level
+from vllm_semantic_sched.policy.facts.decision import Decision
 
 
 def _between(expected: float) -> list[float]:

@@ -37,10 +37,10 @@ def test_documented_policies_are_shipped() -> None:
         ({"levels": "3"}, ["levels", "integer", "'3'"]),
         ({"levels": 0}, ["levels", "greater than or equal to 1"]),
         ({"default_level": 9}, ["default_level", "9", "0 to 4"]),
-        ({"levels": 2, "default_level": 1, "stage": {"protected_level": 2}}, ["protected_level"]),
+        ({"levels": 2, "default_level": 1, "protect": {"level": 2}}, ["protect.level", "0 to 1"]),
         ({"hints": 3}, ["hints", "3"]),
         ({"preemption": {"enabled": 1}}, ["preemption.enabled", "boolean"]),
-        ({"stage": {"mode": True}}, ["stage.mode", "'gate' or 'off'"]),
+        ({"admission": {"over_share": True}}, ["admission.over_share", "'off', 'probabilistic'"]),
         ({"levels": 1, "default_level": 0, "tiers": [{"nme": "a"}]}, ["tiers.0.nme", "'name'"]),
         ({"tiers": [{"name": "a", "slo": {"tft": 1}}]}, ["tiers.0.slo.tft", "'ttft'"]),
         ({"tiers": [{"name": "a"}]}, ["1 entries", "levels: 5"]),
@@ -76,8 +76,8 @@ def test_files_that_are_not_policies_are_rejected(tmp_path, text: str) -> None:
 
 def test_off_is_a_string_and_an_empty_file_gives_the_defaults(tmp_path) -> None:
     path = tmp_path / "p.yaml"
-    path.write_text("stage:\n  mode: off\npredictor:\n  enabled: true\n")
-    assert load_policy(path).stage.mode == "off"
+    path.write_text("admission:\n  over_share: off\npredictor:\n  enabled: true\n")
+    assert load_policy(path).admission.over_share == "off"
     path.write_text("# nothing\n")
     assert load_policy(path) == Policy()
 
@@ -89,7 +89,7 @@ def test_every_key_is_documented_with_its_default() -> None:
     assert "tiers[].slo.ttft: None" in text
     documented = {line.split(":")[0] for line in text.splitlines() if not line.startswith(" ")}
     documented = {key for key in documented if not key.startswith("tiers[]")}
-    assert "pressure.kv.warning: 0.9" in text
+    assert "protect.price: 0.05" in text
 
     def leaves(values: dict, prefix: str = "") -> set[str]:
         return {

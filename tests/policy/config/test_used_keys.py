@@ -1,29 +1,17 @@
-"""Every policy key is put to use: something that ships sets it."""
+"""Every policy key has a user, and is set by something that ships or has a test of its effect."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+from reference import users
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.section import keys_of
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-
-# Sections that depend on where a server runs or on a predictor of one's own.
-ELSEWHERE = {
-    "correct_profile": "off where a run must repeat: scripts/studies/validation.py",
-    "decision": "fits a model's probabilities to levels: `semsched train`",
-    "events": "a path on the server: docs/operations.md",
-    "hints": "who may claim urgency: docs/getting-started.md",
-    "length": "fits a model's lengths: scripts/studies/order.py",
-    "observe": "set by `semsched serve --observe`, as in configs/deploy/kubernetes/observe",
-    "placement": "several engines: docs/several-engines.md",
-    "predictor": "another model or machine: docs/predictor.md",
-    "profile": "a profile of one's own: `semsched profile`",
-    "retention.survival": "depends on the prefixes that requests share: docs/preemption.md",
-}
 
 
 def leaves(keys: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -51,18 +39,25 @@ def used_keys() -> Iterator[tuple[str, Any]]:
                 yield name.removeprefix("[].overrides."), value
 
 
-def is_elsewhere(name: str) -> bool:
-    return any(f"{name}.".startswith(f"{key}.") for key in ELSEWHERE)
-
-
-def test_every_key_is_set_by_a_policy_scenario_or_manifest() -> None:
+def keys() -> dict[str, str]:
+    """The default of each key that is not a group."""
     known = {key.name: key for key in keys_of(Policy)}
     groups = {name for name in known if any(other.startswith(f"{name}.") for other in known)}
-    groups |= {"tiers"}
-    used = {name for name, value in used_keys() if name in known and value != known[name].default}
-    unused = [name for name in known.keys() - groups - used if not is_elsewhere(name)]
-    assert not unused, "make it a constant, or ship something that needs it"
-    stale = [
-        key for key in ELSEWHERE if not any(f"{name}.".startswith(f"{key}.") for name in known)
-    ]
-    assert not stale
+    return {name: key.default for name, key in known.items() if name not in groups | {"tiers"}}
+
+
+def test_every_key_has_its_user() -> None:
+    assert users().keys() == keys().keys()
+
+
+def test_every_key_is_set_by_something_that_ships_or_has_a_test() -> None:
+    known = keys()
+    used = {name for name, value in used_keys() if name in known and value != known[name]}
+    tested = {name for name, user in users().items() if user.test is not None}
+    assert known.keys() - used - tested == set(), "make it a constant, or test what it is for"
+
+
+@pytest.mark.parametrize("key", [name for name, user in users().items() if user.test])
+def test_tests_of_keys_exist(key) -> None:
+    file, _, name = str(users()[key].test).partition("::")
+    assert f"def {name}(" in (CONFIGS.parent / file).read_text()

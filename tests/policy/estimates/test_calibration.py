@@ -30,10 +30,10 @@ finished = st.tuples(
 histories = st.lists(finished, max_size=60)
 
 
-def after(history, adapt=True) -> LengthCalibration:
+def after(history) -> LengthCalibration:
     calibration = LengthCalibration(TRAINED)
     for probabilities, tokens, ending in history:
-        calibration.learn(probabilities, tokens, NO_LIMIT, ending, adapt)
+        calibration.learn(probabilities, tokens, NO_LIMIT, ending)
     return calibration
 
 
@@ -118,15 +118,6 @@ def test_limits_do_not_lower_longer_expectations() -> None:
         calibration.learn((0.0, 0.0, 0.1, 0.2, 0.3, 0.4), 1, 1, AnswerEnd.CUT)
     assert calibration.buckets == TRAINED
     assert calibration.ratio == pytest.approx(1.0)
-
-
-def test_ratio_is_measured_without_calibration() -> None:
-    calibration = LengthCalibration(TRAINED)
-    assert calibration.ratio is None
-    for probabilities, tokens in true_lengths(1, 3.0, 300):
-        calibration.learn(probabilities, tokens, NO_LIMIT, AnswerEnd.STOPPED, adapt=False)
-    assert calibration.buckets == TRAINED
-    assert calibration.ratio == pytest.approx(3.0, rel=0.25)
 
 
 def test_edges_keep_their_relative_places_between_means() -> None:

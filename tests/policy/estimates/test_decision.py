@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import (
     decide,
     decide_level,
     expected_costs,
     expected_level,
 )
+from vllm_semantic_sched.policy.facts.decision import Decision
 
 LIKELIEST = Decision(rule="most_likely")
 LEAST_COST = Decision(rule="least_cost")

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_semantic_sched.policy.config import parse_policy
-from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.estimates.decision import doubt, raised_level
+from vllm_semantic_sched.policy.estimates.decision import CERTAIN_PART, doubt, raised_level
+from vllm_semantic_sched.policy.facts.decision import Decision
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.profile.formula import load_profile
@@ -37,12 +37,11 @@ def test_the_likely_emergency_and_the_hidden_text_are_read_first() -> None:
     assert doubt(vague, 0, 1.0, DECISION) == 0  # there is nothing to raise
 
 
-@given(shares, st.integers(0, 4), st.floats(0.51, 1.0))
-def test_a_level_is_only_raised_and_only_with_certainty(probabilities, level, certain) -> None:
-    raised = raised_level(probabilities, level, certain)
-    if raised is not None:
-        assert raised < level
-        assert sum(probabilities[: raised + 1]) >= certain - 1e-5
+@given(shares, st.integers(0, 4))
+def test_a_level_is_only_raised_and_only_with_certainty(probabilities, level) -> None:
+    raised = raised_level(probabilities, level)
+    certain = [at for at in range(5) if sum(probabilities[: at + 1]) >= CERTAIN_PART - 1e-5]
+    assert raised is None or (raised in certain and raised < level)
 
 
 def read(core: SchedulingCore, name: str, prediction: Prediction, **hint: int) -> Job:
@@ -89,21 +88,17 @@ def test_raised_level_is_explained_by_what_the_second_look_read() -> None:
 def test_doubtful_parts_and_hinted_requests_stay() -> None:
     core = make_core()
     job, hinted = read(core, "a", Prediction(SURE)), read(core, "b", Prediction(SURE), urgency=3)
-    core.predicted(job, Prediction((0.9, 0.0, 0.0, 0.0, 0.1), again=True))
+    core.predicted(job, Prediction((0.97, 0.0, 0.0, 0.0, 0.03), again=True))
     core.predicted(hinted, EMERGENCY)
     assert (job.level, job.level_source) == (4, LevelSource.PREDICTION)
     assert (hinted.level, hinted.level_source) == (3, LevelSource.HINT)
-    less = make_core(predictor={"second_look": {"certain": 0.9}})
-    job = read(less, "a", Prediction(SURE))
-    less.predicted(job, Prediction((0.9, 0.0, 0.0, 0.0, 0.1), again=True))
-    assert job.level == 0
 
 
 def test_raised_level_survives_reload_and_respects_tenant_cap() -> None:
     core = make_core()
     job = read(core, "a", Prediction(SURE))
     core.predicted(job, EMERGENCY)
-    core.switch(parse_policy({"decision": {"rule": "most_likely"}}), core.profile)
+    core.switch(parse_policy({"decision": {"missed_cost": [2.0]}}), core.profile)
     core.revise(lambda job: None, 0.0)
     assert job.level == 0
 

@@ -1,28 +1,23 @@
 """Levels gained by waiting and by a deadline, and limits on overtaking."""
 
-import math
-
 from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job, policy_ref, step
 from tiers import seconds_to_overdue, wait_bound
 
 from vllm_semantic_sched.policy.config import parse_policy
-from vllm_semantic_sched.policy.config.order import ROUNDING, Aging, Deadlines
+from vllm_semantic_sched.policy.config.order import Aging, Deadlines
 from vllm_semantic_sched.policy.config.tiers import Slo
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import Hint
 from vllm_semantic_sched.policy.facts.job import LevelSource
-from vllm_semantic_sched.policy.order.credit import CreditTimers, Overtaking
+from vllm_semantic_sched.policy.order.credit import SHARE, CreditTimers, Overtaking
 from vllm_semantic_sched.policy.profile.formula import load_profile
 
 knobs = st.builds(
     Aging,
     enabled=st.just(True),
     interval=st.sampled_from([0.1, 1.0, 7.0]),
-    step=st.sampled_from([0.1, 0.25, 1.0, 1.5]),
-    cap=st.sampled_from([None, 1, 3]),
-    share=st.sampled_from([0.1, 0.3, 1.0]),
 )
 
 
@@ -33,66 +28,62 @@ def test_waiting_promotes_a_job_by_steps_until_it_is_overdue(knobs, level, pause
     for pause in pauses:
         now += pause
         timers.expire(now)
-        exact = {int((now + rounding) / knobs.interval) for rounding in (-1e-6, 1e-6)}
-        earned = {count if knobs.cap is None else min(count, knobs.cap) for count in exact}
-        levels = {round(max(level - knobs.step * count, -1.0), 6) for count in earned}
-        assert round(job.effective_level, 6) in levels
+        earned = {int((now + rounding) / knobs.interval) for rounding in (-1e-6, 1e-6)}
+        assert job.effective_level in {max(level - count, -1) for count in earned}
     seconds = seconds_to_overdue(knobs, level)
     assert not job.overdue or (seconds is not None and now >= seconds - 1e-6)
     assert job.overdue or seconds is None or now <= seconds + 1e-6
 
 
 def test_promotions_fire_once_and_exclude_time_in_a_seat() -> None:
-    timers = CreditTimers(policy_ref(aging=Aging(enabled=True, interval=10.0, step=0.5)))
-    job = make_job(1)
+    timers = CreditTimers(policy_ref(aging=Aging(enabled=True, interval=10.0)))
+    job = make_job(3)
     timers.wait(job, Slo())
     assert timers.expire(9.9) == [] and timers.expire(10.0) == [job]
-    assert timers.expire(10.0) == [] and job.effective_level == 0.5
+    assert timers.expire(10.0) == [] and job.effective_level == 2
     timers.stop(job)
     assert timers.expire(500.0) == []
     job.waited, job.entered = 15.0, 500.0  # as the lifecycle keeps them
     timers.wait(job, Slo())
     assert timers.expire(504.9) == [] and timers.expire(505.0) == [job]
-    assert (job.effective_level, timers.promotions) == (0.0, 2)
+    assert (job.effective_level, timers.promotions) == (1, 2)
     assert timers.expire(1000.0) == [job] and timers.expire(9999.0) == []
     assert job.overdue and timers.promotions == 4
 
 
 def test_one_timer_fires_for_the_promotion_and_for_the_deadline() -> None:
-    aging, deadlines = Aging(enabled=True, interval=2.0, step=0.25), Deadlines(enabled=True)
+    aging, deadlines = Aging(enabled=True, interval=2.0), Deadlines(enabled=True)
     timers, job = CreditTimers(policy_ref(aging=aging, deadlines=deadlines)), make_job(2)
-    timers.wait(job, Slo(ttft=6.0))
+    timers.wait(job, Slo(ttft=3.0))
+    assert timers.expire(0.0) == [job] and job.effective_level == 1.5
     assert timers.expire(1.9) == [] and timers.expire(2.0) == [job]
-    assert job.effective_level == 1.75
-    assert timers.expire(3.0) == [job] and job.effective_level == 1.5  # half the time is over
-    assert timers.expire(4.0) == [job] and job.effective_level == 1.5  # the larger gain counts
-    assert timers.expire(6.0) == [job] and job.effective_level == 1.25  # past its deadline
-    assert (timers.promotions, timers.deadline_boosted, job.credit.deadline) == (3, 1, 0.0)
+    assert job.effective_level == 1  # the larger gain counts
+    assert timers.expire(3.0) == [job] and job.effective_level == 1  # past its deadline
+    assert (timers.promotions, timers.deadline_boosted, job.credit.deadline) == (1, 1, 0.0)
     timers.stop(job)
     assert timers.expire(1000.0) == []
 
 
-@given(st.floats(0.01, 1.0), st.lists(st.booleans(), max_size=300))
-def test_overtakings_are_a_share_of_the_admissions(share, wishes) -> None:
-    overtaking = Overtaking(policy_ref(aging=Aging(enabled=True, share=share)))
+@given(st.lists(st.booleans(), max_size=300))
+def test_overtakings_are_a_share_of_the_admissions(wishes) -> None:
+    overtaking = Overtaking(policy_ref(aging=Aging(enabled=True)))
     for admissions, wish in enumerate(wishes, start=1):
         overtaking.admitted(wish and overtaking.allowed)
-        assert overtaking.count <= 1 + share * admissions + 1e-6
+        assert overtaking.count <= 1 + SHARE * admissions + 1e-6
 
 
-@given(st.floats(0.01, 1.0))
-def test_one_of_n_consecutive_admissions_may_overtake(share) -> None:
-    overtaking = Overtaking(policy_ref(aging=Aging(enabled=True, share=share)))
+def test_one_of_n_consecutive_admissions_may_overtake() -> None:
+    overtaking = Overtaking(policy_ref(aging=Aging(enabled=True)))
     overtaking.admitted(True)
     ordinary = 0
     while not overtaking.allowed:
         overtaking.admitted(False)
         ordinary += 1
-    assert ordinary + 1 <= math.ceil(1.0 / share - ROUNDING)
+    assert ordinary + 1 == 10
 
 
 def test_undoing_an_admission_restores_the_credit() -> None:
-    overtaking = Overtaking(policy_ref(aging=Aging(enabled=True, share=0.25)))
+    overtaking = Overtaking(policy_ref(aging=Aging(enabled=True)))
     change = overtaking.admitted(True)
     assert not overtaking.allowed
     overtaking.withdrawn(True, change)
@@ -100,10 +91,9 @@ def test_undoing_an_admission_restores_the_credit() -> None:
 
 
 def test_wait_bound_follows_the_formula() -> None:
-    aging = Aging(enabled=True, interval=10.0, step=2.0, share=0.3)
-    assert wait_bound(aging, 4, older=2, admission_gap=0.5) == 30.0 + 3 * 4 * 0.5
-    assert wait_bound(aging, 4, 2, 0.5, seat_seconds=7.0) == 30.0 + 3 * (4 * 0.5 + 7.0)
-    assert wait_bound(Aging(enabled=True, cap=2), 4, 0, 0.5) is None
+    aging = Aging(enabled=True, interval=10.0)
+    assert wait_bound(aging, 4, older=2, admission_gap=0.5) == 50.0 + 3 * 10 * 0.5
+    assert wait_bound(aging, 4, 2, 0.5, seat_seconds=7.0) == 50.0 + 3 * (10 * 0.5 + 7.0)
     assert wait_bound(Aging(), 0, 0, 0.5) is None
 
 
@@ -114,8 +104,8 @@ def arrive(core, name, level):
     return job
 
 
-def aged_core(**aging) -> SchedulingCore:
-    policy = parse_policy({"aging": {"enabled": True, "interval": 1.0} | aging})
+def aged_core() -> SchedulingCore:
+    policy = parse_policy({"aging": {"enabled": True, "interval": 1.0}})
     return SchedulingCore(policy, load_profile("default"))
 
 
@@ -127,7 +117,7 @@ def take(core):
 
 
 def test_aged_job_gets_the_next_free_seat_without_preempting() -> None:
-    core = aged_core(share=0.5)
+    core = aged_core()
     running = arrive(core, "standard", 2)
     take(core)
     aged, urgent = arrive(core, "aged", 4), arrive(core, "urgent", 0)
@@ -149,7 +139,7 @@ def test_aged_job_is_not_preempted_again() -> None:
 
 
 def test_urgent_jobs_keep_their_share_when_all_jobs_are_overdue() -> None:
-    core = aged_core(share=0.25)
+    core = aged_core()
     for number in range(50):
         arrive(core, f"background {number}", 4)
     step(core, lambda job: None, 100.0)
@@ -157,12 +147,12 @@ def test_urgent_jobs_keep_their_share_when_all_jobs_are_overdue() -> None:
     for number in range(40):
         arrive(core, f"urgent {number}", 0)
         levels.append(take(core).level)
-    assert levels.count(0) >= 29
-    assert levels[:5] == [4, 0, 0, 0, 4]
+    assert levels.count(0) == 36
+    assert levels[:11] == [4, *9 * [0], 4]
 
 
 def test_job_that_was_not_ready_returns_unchanged() -> None:
-    core = aged_core(share=0.25)
+    core = aged_core()
     aged, urgent = arrive(core, "aged", 4), arrive(core, "urgent", 0)
     step(core, lambda job: None, 5.0)
     core.take(aged, core.waiting)

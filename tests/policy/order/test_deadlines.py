@@ -1,4 +1,4 @@
-"""Rank gained shortly before a promised time to first token runs out."""
+"""Rank gained for a promised time to first token, until it is late."""
 
 from jobs import make_job, policy_of, policy_ref, step, victims_for
 
@@ -13,12 +13,12 @@ from vllm_semantic_sched.policy.order.credit import CreditTimers
 from vllm_semantic_sched.policy.profile.formula import load_profile
 
 
-def test_job_is_raised_before_its_deadline_and_lowered_after_it() -> None:
-    watch = CreditTimers(policy_ref(deadlines=Deadlines(enabled=True, before=0.25)))
+def test_job_is_raised_on_arrival_and_lowered_after_its_deadline() -> None:
+    watch = CreditTimers(policy_ref(deadlines=Deadlines(enabled=True)))
     job = make_job(2, arrival=100.0)
     watch.wait(job, Slo(ttft=4.0))
-    assert watch.expire(102.9) == [] and job.effective_level == 2
-    assert watch.expire(103.0) == [job] and job.effective_level == 1.5
+    assert job.effective_level == 2
+    assert watch.expire(100.0) == [job] and job.effective_level == 1.5
     assert watch.expire(103.9) == []
     watch.wait(job, Slo(ttft=4.0))  # not ready in this step: it stays raised
     assert job.effective_level == 1.5
@@ -132,21 +132,21 @@ def test_deadline_boost_ends_with_the_first_token() -> None:
     assert not job.gain().deadline and victims(core, other) == ["late"]
 
 
-def test_near_deadline_goes_first_but_does_not_preempt() -> None:
+def test_late_request_falls_behind_and_does_not_preempt() -> None:
     tiers = [{"name": "premium"}, {"name": "standard", "slo": {"ttft": 2.0}}, {"name": "rest"}]
-    policy = {"levels": 3, "default_level": 1, "tiers": tiers, "deadlines": {"enabled": True}}
+    policy = {"base": "priority", "levels": 3, "default_level": 1, "tiers": tiers}
+    policy["deadlines"] = {"enabled": True}
     core = SchedulingCore(parse_policy(policy), load_profile("default"))
 
-    def arrive(name: str, level: int, at: float, prompt: int = 50):
+    def arrive(name: str, level: int, at: float):
         hint = Hint(level, LevelSource.HINT)
-        job = core.arrive(core.draft(name, prompt, 500, hint, awaits_prediction=False), at)
+        job = core.arrive(core.draft(name, 50, 500, hint, awaits_prediction=False), at)
         core.enqueue(job, core.waiting)
         return job
 
-    first = arrive("long", 1, 0.0, prompt=5000)
-    arrive("short", 1, 1.2)
-    assert core.waiting.peek().request_id == "short"
+    first, second = arrive("first", 1, 0.0), arrive("second", 1, 1.2)
     step(core, lambda job: None, 1.5)
-    assert core.waiting.peek() is first
+    assert list(core.waiting.ordered()) == [first, second]
     premium = arrive("premium", 0, 1.5)
-    assert core.waiting.peek() is premium
+    step(core, lambda job: None, 2.1)  # too late for the first one
+    assert list(core.waiting.ordered()) == [premium, second, first]

@@ -7,9 +7,9 @@ from jobs import policy_ref
 
 from vllm_semantic_sched.policy.config.order import FairShareKnobs
 from vllm_semantic_sched.policy.config.tiers import Tier, target_shares
-from vllm_semantic_sched.policy.order.fair_share import FairShare
+from vllm_semantic_sched.policy.order.fair_share import MOST_LEVELS, FairShare
 
-KNOBS = FairShareKnobs(enabled=True, window=10.0, max_levels=2.0)
+KNOBS = FairShareKnobs(enabled=True)
 
 
 def tiers(*shares: float | None) -> list[Tier]:
@@ -43,10 +43,10 @@ def test_offsets_are_bounded_and_steer_toward_the_targets(charges, active) -> No
         assert sum(target for _, target in found.values()) == pytest.approx(1.0)
         for level, (used, target) in found.items():
             offset = share.offsets[level]
-            assert abs(offset) <= KNOBS.max_levels
+            assert abs(offset) <= MOST_LEVELS
             assert offset == 0 or (offset > 0) == (used > target)
             if abs(used - target) >= 0.1 * target * (1 + 1e-9):
-                assert abs(offset) == pytest.approx(KNOBS.max_levels)
+                assert abs(offset) == pytest.approx(MOST_LEVELS)
     for level in {0, 1, 2} - active:
         assert share.offsets[level] == 0
 
@@ -60,10 +60,10 @@ def test_use_decays_and_unused_shares_are_divided() -> None:
     assert share.offsets[0] > 0 > share.offsets[1] and share.offsets[2] == 0
     share.update(0.0, [1, 2])  # alone among themselves they are even
     assert share.offsets == pytest.approx([0.0, 0.0, 0.0])
-    share.update(100.0, [0, 1, 2])
+    share.update(200.0, [0, 1, 2])
     share.charge(1, 1.0)
-    share.update(100.0, [0, 1, 2])
-    assert share.offsets[1] == 2.0 and share.offsets[0] == -2.0
+    share.update(200.0, [0, 1, 2])
+    assert share.offsets[1] == MOST_LEVELS and share.offsets[0] == -MOST_LEVELS
 
 
 def test_disabled_fair_share_changes_nothing() -> None:

@@ -156,7 +156,7 @@ def test_each_tenant_has_its_own_bound() -> None:
 
 
 def test_dedup_keys_are_separate_per_tenant() -> None:
-    world = busy({"dedup": {"enabled": True}})
+    world = busy({"dedup": "waiting"})
     world.arrive(1, key="k", tenant="a")
     world.arrive(1, key="k", tenant="b")
     assert not world.refused
@@ -197,7 +197,7 @@ def test_job_with_a_new_level_is_judged_by_that_tier() -> None:
 
 
 def test_newer_request_with_same_key_replaces_waiting_one() -> None:
-    world = busy({"dedup": {"enabled": True}} | QUEUE_OF_2)
+    world = busy({"dedup": "waiting"} | QUEUE_OF_2)
     old, other = world.arrive(1, key="page 7"), world.arrive(1)
     new = world.arrive(1, key="page 7")
     assert world.refused == {old: Code.SUPERSEDED}
@@ -205,7 +205,7 @@ def test_newer_request_with_same_key_replaces_waiting_one() -> None:
 
 
 def test_refused_request_supersedes_nothing() -> None:
-    world = busy({"dedup": {"enabled": True}, "tiers": tiers({}, {}, {"queue": {"requests": 1}})})
+    world = busy({"dedup": "waiting", "tiers": tiers({}, {}, {"queue": {"requests": 1}})})
     old = world.arrive(1, key="k")
     world.arrive(2)
     new = world.arrive(2, key="k")
@@ -213,9 +213,9 @@ def test_refused_request_supersedes_nothing() -> None:
     assert old in world.control.account.entries
 
 
-@pytest.mark.parametrize(("running", "ended"), [("leave", False), ("end", True)])
-def test_running_request_is_superseded_only_with_running_end(running, ended) -> None:
-    world = World({"dedup": {"enabled": True, "running": running}})
+@pytest.mark.parametrize(("dedup", "ended"), [("waiting", False), ("running", True)])
+def test_running_request_is_superseded_with_dedup_running(dedup, ended) -> None:
+    world = World({"dedup": dedup})
     old = world.arrive(1, key="k")
     world.start(old)
     world.arrive(1, key="k")
@@ -223,7 +223,7 @@ def test_running_request_is_superseded_only_with_running_end(running, ended) -> 
 
 
 def test_parts_of_one_request_do_not_supersede_each_other() -> None:
-    world = busy({"dedup": {"enabled": True}})
+    world = busy({"dedup": "waiting"})
     parts = [world.arrive(1, key="k", origin="a") for _ in range(3)]
     assert not world.refused
     world.arrive(1, key="k", origin="b")
@@ -252,7 +252,6 @@ def test_tier_over_its_share_is_refused_only_under_pressure() -> None:
 def test_refusals_grow_with_excess_and_are_repeatable() -> None:
     policy = {
         "admission": {"over_share": "probabilistic"},
-        "pressure": {"seats": {"warning": 1.0, "critical": 1e9}},
         "tiers": tiers({"share": 0.4}, {"share": 0.4}, {"share": 0.2}),
     }
 
@@ -345,7 +344,7 @@ LIMITS = {
     "levels": 3,
     "default_level": 1,
     "admission": {"queue": {"requests": 5, "timeout": 20.0}},
-    "dedup": {"enabled": True},
+    "dedup": "waiting",
     "shedding": {"enabled": True},
     "tiers": tiers(
         {"slo": {"ttft": 2.0}},

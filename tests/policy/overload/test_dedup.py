@@ -2,20 +2,17 @@
 
 import pytest
 
-from vllm_semantic_sched.policy.config.overload import Dedup
 from vllm_semantic_sched.policy.overload.dedup import BadKey, read_key
-
-ON = Dedup(enabled=True)
 
 
 def test_key_is_read_only_with_dedup_enabled() -> None:
-    assert read_key({"dedup_key": "page 7"}, ON) == "page 7"
-    assert read_key({"dedup_key": "page 7"}, Dedup()) is None
+    assert read_key({"dedup_key": "page 7"}, "waiting") == "page 7"
+    assert read_key({"dedup_key": "page 7"}, "none") is None
     for nothing in (None, {}, {"urgency": 1}, {"dedup_key": None}, "dedup_key"):
-        assert read_key(nothing, ON) is None
+        assert read_key(nothing, "running") is None
 
 
 @pytest.mark.parametrize("key", ["", "x" * 129, 7, ["a"], {"a": 1}, True])
 def test_unusable_key_raises(key) -> None:
     with pytest.raises(BadKey, match="dedup_key"):
-        read_key({"dedup_key": key}, ON)
+        read_key({"dedup_key": key}, "waiting")

@@ -4,12 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.config import parse_policy
-from vllm_semantic_sched.policy.config.overload import Pressure
-from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.overload.load import CALM, PressureLevel, PressureMonitor, Use
 
-RULES = Pressure()  # kv: warning 0.9, critical 1.2; margin 0.1; hold 2 s
+# KV: warning 0.9, critical 1.2; margin 0.1; calm for 2 s
 NONE, WARNING, CRITICAL = PressureLevel
 
 
@@ -17,7 +14,7 @@ def after(*observations: tuple[float, float]) -> PressureLevel:
     """Level after observations (time, use of KV)."""
     monitor = PressureMonitor()
     for now, kv in observations:
-        monitor.observe(Use(kv=kv), RULES, now)
+        monitor.observe(Use(kv=kv), now)
     return monitor.level
 
 
@@ -34,7 +31,7 @@ def after(*observations: tuple[float, float]) -> PressureLevel:
     ],
 )
 def test_the_scarcest_resource_decides(use, level) -> None:
-    assert PressureMonitor().observe(use, RULES, 0.0) is level
+    assert PressureMonitor().observe(use, 0.0) is level
 
 
 def test_pressure_falls_only_after_staying_below_the_margin() -> None:
@@ -53,14 +50,9 @@ def test_pressure_never_falls_within_hold_of_a_rise(steps) -> None:
     for pause, kv in steps:
         now += pause
         before = monitor.level
-        level = monitor.observe(Use(kv=kv), RULES, now)
+        level = monitor.observe(Use(kv=kv), now)
         assert level >= (CRITICAL if kv >= 1.2 else WARNING if kv >= 0.9 else NONE)
         if level > before:
             risen = now
         elif level < before:
             assert now - risen >= CALM
-
-
-def test_marks_in_the_wrong_order_are_rejected() -> None:
-    with pytest.raises(PolicyError, match=r"critical: 0\.5 is below warning: 0\.9"):
-        parse_policy({"pressure": {"kv": {"warning": 0.9, "critical": 0.5}}})

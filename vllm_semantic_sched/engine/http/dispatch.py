@@ -77,7 +77,7 @@ class Dispatch:
         `session` stays with one policy."""
         state = state_of(self._app)
         rules, canaries = state.rules, state.canaries
-        if not canaries and (rules is None or not rules.policy.placement.enabled):
+        if not canaries and rules is None:
             return None
         engines = engine_count(self._app.state.vllm_config)
         if engines < 2 or getattr(params, "n", 1) > 1:

@@ -68,7 +68,7 @@ class GlanceRules:
     def of(cls, policy: Policy) -> Self:
         """The rules of a policy. Raises ValueError if the instant reader is damaged."""
         predictor = policy.predictor
-        reads = policy.reads(hinted=False) and predictor.instant.enabled
+        reads = policy.reads(hinted=False) and predictor.has_instant_reader
         return cls(policy, InstantReader.load(predictor.model) if reads else None)
 
     def glance(self, body: bytes | None, priority: int | None = None) -> Glance:

@@ -22,6 +22,9 @@ from vllm_semantic_sched.policy.record.event_format import Chain, Event, hash_id
 from vllm_semantic_sched.policy.record.lifecycle import Listener, Transition
 from vllm_semantic_sched.predict import model_hash
 
+# The file is renamed to PATH.1 at this size, and so many are kept: days of a busy engine. Who needs
+# more has a log shipper take the lines away as they are written.
+MAX_BYTES, BACKUPS = 100_000_000, 5
 _INTERVAL = 0.1  # seconds between writes; polling spares the engine's thread a wake-up call
 _CHUNK = 32  # lines per write; the file may be rotated between writes
 _OLDEST = 30 * 86_400.0  # seconds after which a renamed part is deleted
@@ -58,7 +61,7 @@ class EventLog(Listener):
         self.path = path.with_stem(f"{path.stem}-{engine}") if engine else path
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.file = _File(self.path, maxBytes=settings.max_bytes, backupCount=settings.backups)
+            self.file = _File(self.path, maxBytes=MAX_BYTES, backupCount=BACKUPS)
             key_path = path.with_name(f"{path.name}.key")
             key = b""
             if settings.hash_ids or key_path.exists():

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -68,7 +69,7 @@ class PredictionFeed:
         # A model whose files look complete loads beside the start of the engine.
         buckets = self.service.start(stored_buckets(predictor.model))
         core.estimates.buckets = buckets
-        if predictor.instant.enabled:
+        if predictor.has_instant_reader:
             self.instant = _load_instant(predictor.model, buckets)
 
     @property
@@ -108,6 +109,9 @@ class PredictionFeed:
         if self.instant is not None:
             if passed is not None and self.instant.same_shape(passed):
                 provisional = passed
+                # The HTTP server passes the probabilities on alone.
+                if passed.decision is not self.instant.decision:
+                    provisional = replace(passed, decision=self.instant.decision)
             else:
                 provisional = self.instant.read(text)
         if is_part_of_beam(request):  # else the same text would be read for each token of it
@@ -204,7 +208,7 @@ class PredictionFeed:
         unseen = 1.0 - DEFAULT_WINDOW / max(1, job.prompt_tokens)
         if not job.level or not tokens or unseen <= 0 or job.state.is_end:
             return
-        if self.service is not None and policy.predictor.second_look.enabled:
+        if self.service is not None and policy.predictor.second_look:
             gain = doubt(prediction.urgency, job.level, unseen, policy.decision)
             key = job.state is JobState.RUNNING, -gain
             text = partial(self._text, tokens, _LONGEST_SECOND)

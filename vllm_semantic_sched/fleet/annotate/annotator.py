@@ -13,7 +13,7 @@ from vllm_semantic_sched.engine.http.preparation import read_user
 from vllm_semantic_sched.fleet.gateways import GATEWAYS
 from vllm_semantic_sched.policy.config import Policy, load_policy
 from vllm_semantic_sched.policy.estimates.decision import read_hints, reading_level
-from vllm_semantic_sched.policy.estimates.length import expected_output_tokens
+from vllm_semantic_sched.policy.estimates.length import DEFAULT_TOKENS, expected_output_tokens
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.predict.instant import InstantReader
 
@@ -44,7 +44,7 @@ class Annotator:
         return cls(loaded, InstantReader.load(loaded.predictor.model))
 
     def _default(self, request: dict[str, Any]) -> Annotation:
-        return Annotation(self.policy.default_level, self.policy.length.default_tokens, None)
+        return Annotation(self.policy.default_level, float(DEFAULT_TOKENS), None)
 
     @guarded(_default)
     def annotate(self, request: dict[str, Any]) -> Annotation:
@@ -68,11 +68,10 @@ class Annotator:
         given = (request.get("max_completion_tokens"), request.get("max_tokens"))
         limits = [number for number in given if type(number) is int and number > 0]
         limit = min(limits, default=sys.maxsize)
-        length = self.policy.length
         if self._instant is None or reading is None or reading.length is None:
-            return float(min(length.default_tokens, limit))
+            return float(min(DEFAULT_TOKENS, limit))
         buckets = self._instant.length_buckets
-        return expected_output_tokens(reading.length, buckets, 0, length.estimate, limit)
+        return expected_output_tokens(reading.length, buckets, 0, "mean", limit)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The annotation as plain values, with the fields for each gateway."""

@@ -200,7 +200,7 @@ def _policy(chance: random.Random, swap: bool) -> str | dict[str, Any]:
 def _drawn_policy(chance: random.Random, swap: bool) -> dict[str, Any]:
     mode = chance.choice(("swap", "optimal")) if swap else "recompute"
     policy: dict[str, Any] = {
-        "retention": {"mode": mode, "max_stall": chance.choice((0.0, 0.001, 1.0))},
+        "retention": {"mode": mode},
         "correct_profile": chance.random() < 0.5,
     }
     if chance.random() < 0.6:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
@@ -19,9 +20,9 @@ from vllm_semantic_sched.lab.evaluation.metrics import (
     mean,
     reliability,
 )
-from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import decide_level
 from vllm_semantic_sched.policy.estimates.length import expected_output_tokens
+from vllm_semantic_sched.policy.facts.decision import Decision, Rule
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.predict import URGENCY_LEVELS
 from vllm_semantic_sched.predict.instant import InstantReader
@@ -32,7 +33,7 @@ INSTANT = "instant reader"
 
 _TEXTS_PER_CALL = 256
 
-RULES: tuple[str, ...] = get_args(Decision.model_fields["rule"].annotation)
+RULES: tuple[Rule, ...] = get_args(Rule)
 """All rules of a decision: a report gives the figures of the others beside the policy's own."""
 
 _NO_LEVELS = dict.fromkeys(level_figures([], [], Decision()))
@@ -96,7 +97,7 @@ def evaluate_predictor(
         "source": test_set.name,
         "description": BUILTIN_SETS.get(test_set.name, "Labeled texts from a file."),
         "model": model,
-        "decision": decision.model_dump(mode="json"),
+        "decision": asdict(decision),
         **figures_of(test_set, guess, decision),
         **_level_details(test_set, guess, decision),
         "baselines": {},
@@ -109,7 +110,7 @@ def evaluate_predictor(
     levels = [example.level for example in test_set.examples if example.level is not None]
     guessers = {**constant_baselines(levels, lengths), **baselines}
     beside |= {name: baseline(texts) for name, baseline in guessers.items()}
-    sure = decision.model_copy(update={"possible": (2.0, 2.0)})  # off, as on a server
+    sure = replace(decision, possible=(2.0, 2.0))  # off, as on a server
     for name, baseline_guess in beside.items():
         figures = figures_of(test_set, baseline_guess, sure)
         if figures["n_level"] or figures["n_length"]:
@@ -122,8 +123,8 @@ def evaluate_predictor(
 
 def _level_details(test_set: LabeledSet, guess: Guess, decision: Decision) -> dict[str, Any]:
     """Figures of the other rules, reliability, and figures by group."""
-    other_rules = {
-        rule: _level_part(test_set, guess, decision.model_copy(update={"rule": rule}))
+    other_rules: dict[str, Any] = {
+        rule: _level_part(test_set, guess, replace(decision, rule=rule))
         for rule in RULES
         if rule != decision.rule
     }

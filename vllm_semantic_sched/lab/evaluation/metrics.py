@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from scipy.stats import kendalltau, rankdata
 from sklearn.metrics import cohen_kappa_score, roc_auc_score
 
-from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import decide_level, mistake_cost
+from vllm_semantic_sched.policy.facts.decision import Decision
 
 LAST_URGENT_LEVEL = 1
 """Levels up to this one are urgent, in `auc`, `urgent_recall` and `urgent_precision`."""

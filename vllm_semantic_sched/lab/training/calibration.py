@@ -4,20 +4,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-import yaml
 from torch import Tensor
 from torch.nn import functional
 
 from vllm_semantic_sched.lab.evaluation.examples import Example
 from vllm_semantic_sched.lab.evaluation.metrics import expected_calibration_error
 from vllm_semantic_sched.lab.training.base import Model
+from vllm_semantic_sched.lab.training.decision import write_decision
 from vllm_semantic_sched.lab.training.fit import autocast, average, length_bucket
 from vllm_semantic_sched.lab.training.thresholds import fitted_thresholds
-from vllm_semantic_sched.policy.config.estimates import Decision
+from vllm_semantic_sched.policy.facts.decision import Decision
 from vllm_semantic_sched.predict.model import TextPredictor
-
-THRESHOLDS_FILE = "thresholds.yaml"
-"""In the folder of a trained model: a policy with the fitted `decision.thresholds`."""
 
 _TEMPERATURES = tuple(round(0.5 + 0.05 * step, 2) for step in range(71))
 _SHARES = (0.0, 0.1, 0.2, 0.3, 0.5)  # of the weights before training
@@ -96,14 +93,12 @@ def _logits(model: Model, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
 def write_thresholds(
     model: Path, examples: Sequence[Example], threads: int, urgent_recall: float = 0.0
 ) -> None:
-    """Write to a stored model's folder a policy that cuts its expected level where it agrees best
-    with the levels of `examples`, with at least this recall of levels 0 and 1. The policy
-    turns off `decision.possible`, which was chosen for the shipped model."""
+    """Write to a stored model's folder the decision that cuts its expected level where it agrees
+    best with the levels of `examples`, with at least this recall of levels 0 and 1, and without
+    `possible`, which was chosen for the shipped model."""
     predictor = TextPredictor.load(str(model), threads)
     predictions = predictor.predict([example.text for example in examples])
     probabilities = [prediction.urgency for prediction in predictions]
     levels = [example.level or 0 for example in examples]
     thresholds = fitted_thresholds(probabilities, levels, Decision().certain, urgent_recall)
-    decision = {"rule": "thresholds", "thresholds": list(thresholds), "possible": [1.01, 1.01]}
-    text = yaml.safe_dump({"decision": decision}, default_flow_style=None, sort_keys=False)
-    (model / THRESHOLDS_FILE).write_text(text, encoding="utf-8")
+    write_decision(model, Decision(thresholds=tuple(thresholds), possible=(1.01, 1.01)))

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy
@@ -9,8 +10,8 @@ from scipy.stats import beta
 
 from vllm_semantic_sched.lab.evaluation.metrics import disagreement, mean, quadratic_weighted_kappa
 from vllm_semantic_sched.lab.training.thresholds import fitted_thresholds
-from vllm_semantic_sched.policy.config.estimates import Decision
 from vllm_semantic_sched.policy.estimates.decision import decide_level
+from vllm_semantic_sched.policy.facts.decision import Decision
 from vllm_semantic_sched.predict.corrections import Correction
 
 LEAST = 50
@@ -74,7 +75,7 @@ def _fitted(corrections: Sequence[Correction], decision: Decision) -> Decision:
     thresholds = tuple(
         round(weight * new + (1 - weight) * old, 2) for new, old in zip(fits, present, strict=True)
     )
-    return decision.model_copy(update={"rule": "thresholds", "thresholds": thresholds})
+    return replace(decision, rule="thresholds", thresholds=thresholds)
 
 
 def _is_better(truth: Sequence[int], present: Sequence[int], refitted: Sequence[int]) -> bool:

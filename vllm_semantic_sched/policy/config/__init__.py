@@ -12,12 +12,13 @@ from pydantic import Field, model_validator
 
 from vllm_semantic_sched.policy.config import estimates, eviction, order, overload
 from vllm_semantic_sched.policy.config.files import read_config
-from vllm_semantic_sched.policy.config.section import Section, parse_section
+from vllm_semantic_sched.policy.config.removed import take_removed
+from vllm_semantic_sched.policy.config.section import PolicyError, Section, parse_section
 from vllm_semantic_sched.policy.config.tiers import Tier
 
 AUTO = "auto"  # the profile derived from the engine's model and device
 
-_LEVEL_KEYS = ("default_level", "hints.most_urgent_level", "stage.protected_level", "protect.level")
+_LEVEL_KEYS = ("default_level", "hints.most_urgent_level", "protect.level")
 
 
 class Policy(Section):
@@ -43,14 +44,11 @@ class Policy(Section):
     """Scale the profile's times to match measured steps; each kind (prefill, decode, load) by at
     most 100."""
     hints: estimates.Hints = estimates.Hints()
-    placement: order.PlacementKnobs = order.PlacementKnobs()
     preemption: eviction.Preemption = eviction.Preemption()
     retention: eviction.Retention = eviction.Retention()
-    stage: order.Stage = order.Stage()
     protect: order.Protect = order.Protect()
     predictor: estimates.Predictor = estimates.Predictor()
-    decision: estimates.Decision = estimates.Decision()
-    length: estimates.Length = estimates.Length()
+    decision: estimates.MissedCosts = estimates.MissedCosts()
     weighted_levels: order.WeightedLevels = order.WeightedLevels()
     kv_peak: order.KvPeakKnobs = order.KvPeakKnobs()
     aging: order.Aging = order.Aging()
@@ -58,10 +56,12 @@ class Policy(Section):
     fair_share: order.FairShareKnobs = order.FairShareKnobs()
     tenants: order.Tenants = order.Tenants()
     events: overload.Events = overload.Events()
-    pressure: overload.Pressure = overload.Pressure()
     shedding: overload.Shedding = overload.Shedding()
     admission: overload.Admission = overload.Admission()
-    dedup: overload.Dedup = overload.Dedup()
+    dedup: overload.Dedup = "none"
+    """Which older requests a new one with the same `dedup_key` in `vllm_xargs` supersedes:
+    `waiting` those that have not started, `running` also those that have. Keys are separate per
+    tenant; without tenants a client can supersede the requests of others by guessing their keys."""
 
     @model_validator(mode="after")
     def _keys_fit(self) -> Policy:
@@ -143,5 +143,13 @@ def load_policy(name_or_path: str | Path) -> Policy:
 
 def parse_policy(data: Any, source: str = "policy") -> Policy:
     """Validate the content of a policy file. PolicyError names `source`, with one line per
-    problem."""
-    return parse_section(Policy, data, source)
+    problem; for a removed key it says what takes its place."""
+    kept, removed = take_removed(data)
+    problems = [f"{source}: {sentence}" for sentence in removed]
+    try:
+        policy = parse_section(Policy, kept, source)
+    except PolicyError as error:
+        raise PolicyError("\n".join([*problems, str(error)])) from error
+    if problems:
+        raise PolicyError("\n".join(problems))
+    return policy

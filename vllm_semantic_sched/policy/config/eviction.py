@@ -27,8 +27,6 @@ class Preemption(Section):
     """First victim within a level: `rank` the request with the most remaining time, `cost` the
     cheapest to preempt, `progress` the one with the fewest output tokens, where each earlier
     preemption counts as 500. The latter two among the 64 with the most remaining time."""
-    max_victims_per_step: int = Field(8, ge=1)
-    """Most victims in one scheduling step."""
 
 
 class Retention(Section):
@@ -38,10 +36,3 @@ class Retention(Section):
     """`optimal` takes the plan of least expected cost by the engine profile; `paper` decides by eq.
     3 to 6 of arXiv 2506.12204, corrected; `swap` keeps as much as fits into the host pool;
     `recompute` keeps nothing; `none` keeps nothing and never drops a request."""
-    max_stall: float = Field(1.0, ge=0)
-    """A load that takes longer than this many decode steps runs beside the engine's steps; a
-    shorter one delays the next step."""
-    survival: float = Field(0.5, ge=0, le=1)
-    """While more than this share of the KV blocks is free, a victim's blocks are expected to
-    survive in the device's prefix cache and are not saved; 1: always save. Blocks shared with other
-    running requests are never saved."""

@@ -1,10 +1,6 @@
-"""Keys about the order of requests (aging, deadlines, shares, tenants, stages, holds) and their
-engine."""
+"""Keys about the order of requests (aging, deadlines, shares, tenants, holds)."""
 
 from __future__ import annotations
-
-import math
-from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -34,34 +30,17 @@ class Aging(Section):
     enabled: bool = False
     """Promote waiting requests."""
     interval: float = Field(10.0, gt=0)
-    """Seconds of waiting per promotion."""
-    step: float = Field(1.0, gt=0)
-    """Levels per promotion. Fractions order requests of a level by waiting time sooner; whole
-    levels keep the shortest first for longer."""
-    cap: int | None = Field(None, ge=1)
-    """Most promotions of one request. Unset: until it is overdue, that is, more urgent than level
-    0, where requests run by arrival. With too small a cap the wait is unbounded."""
-    share: float = Field(0.1, gt=0, le=1)
-    """Most admissions, as a share, in which an aged request overtakes a more urgent one."""
-
-    def promotions_to_overdue(self, level: int) -> int:
-        """Promotions after which a request of that level is overdue, without the cap."""
-        return math.ceil((level + 1) / self.step - ROUNDING)
-
-    def most_promotions(self, level: int) -> int:
-        """Most promotions of a request of that level."""
-        needed = self.promotions_to_overdue(level)
-        return needed if self.cap is None else min(self.cap, needed)
+    """Seconds of waiting per level, until a request is overdue: more urgent than level 0, where
+    requests run by arrival. At most one admission in ten goes to a request that overtakes a more
+    urgent one."""
 
 
 class Deadlines(Section):
-    """Rank gained shortly before a tier's time to first token (`tiers[].slo.ttft`) runs out."""
+    """Rank gained for a tier's promised time to first token (`tiers[].slo.ttft`)."""
 
     enabled: bool = False
-    """Shortly before their deadline, move requests ahead of the rest of their level."""
-    before: float = Field(0.5, gt=0, le=1)
-    """How long before the deadline the gain begins, as a share of the promised time. It ends when
-    the deadline is missed."""
+    """Requests whose tier promises a first token run before the rest of their level, until they
+    have it or the promise is broken."""
 
 
 class FairShareKnobs(Section):
@@ -69,11 +48,6 @@ class FairShareKnobs(Section):
 
     enabled: bool = False
     """Steer toward the shares."""
-    window: float = Field(30.0, gt=0)
-    """Time constant in seconds of the exponential decay of past use."""
-    max_levels: float = Field(1.0, gt=0)
-    """Most levels that a tier gains below its share or loses above it. Shares are reached under
-    saturation only if gain and loss together bridge the gap between levels."""
 
 
 class TopLevelCap(Section):
@@ -116,16 +90,6 @@ class KvPeakKnobs(Section):
     answers no longer fit."""
 
 
-class Stage(Section):
-    """The paper's gate: no less urgent prefills beside an urgent decode (Alg. 2)."""
-
-    mode: Literal["gate", "off"] = "off"
-    """`gate` allows no less urgent prefill in a step with a protected decode; `off` leaves steps as
-    vLLM builds them."""
-    protected_level: int = Field(0, ge=0)
-    """Decodes of this and more urgent levels are protected."""
-
-
 class Protect(Section):
     """Holds: less urgent running requests sit out steps while an urgent one runs and others wait.
     They keep their seat and their KV."""
@@ -139,11 +103,3 @@ class Protect(Section):
     """Seconds of requests of the last level that a second gained at level 0 is worth; other levels
     in proportion. Unset: by `decision.missed_cost`. The higher, the longer the queue under which
     holds and preemptions still pay."""
-
-
-class PlacementKnobs(Section):
-    """The choice of an engine where vLLM runs several (data parallelism)."""
-
-    enabled: bool = True
-    """A request goes to the engine with the fewest requests at least as urgent, unless the client
-    names one (`X-data-parallel-rank`). Off: vLLM chooses, by load alone."""

@@ -64,15 +64,10 @@ class LengthCalibration:
         return observed / expected if expected else None
 
     def learn(
-        self,
-        probabilities: Sequence[float],
-        tokens: int,
-        limit: int,
-        end: AnswerEnd,
-        adapt: bool = True,
+        self, probabilities: Sequence[float], tokens: int, limit: int, end: AnswerEnd
     ) -> None:
         """Learn from a finished request: its predicted probabilities (one per bucket, else
-        ValueError), and its output tokens and their limit. Without `adapt` only the ratio."""
+        ValueError), and its output tokens and their limit."""
         if end is AnswerEnd.ABORTED or tokens < 1:
             return
         means = self.buckets.means
@@ -84,7 +79,7 @@ class LengthCalibration:
         self._lengths.age(1, _REMEMBERED)
         self._lengths.add(_OBSERVED, tokens)
         self._lengths.add(_EXPECTED, min(expected, limit))
-        if adapt and not (end is AnswerEnd.CUT and expected >= tokens):
+        if end is not AnswerEnd.CUT or expected < tokens:
             self._correct(probabilities, tokens, tokens - expected)
 
     def _correct(self, probabilities: Sequence[float], tokens: int, error: float) -> None:

@@ -9,11 +9,20 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.config.estimates import Decision, Hints, Instant
+from vllm_semantic_sched.policy.config.estimates import Hints, MissedCosts
+from vllm_semantic_sched.policy.facts.decision import Decision
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 
 _ROUNDING = 1e-6  # of probabilities that sum to 1
+
+# Probability from which a provisional level may take a seat. A wrong preemption costs a running
+# request its KV; the predictor corrects the level within a tenth of a second.
+PREEMPT_ABOVE = 0.9
+
+# Probability from which a part of a prompt raises its request. Most parts of a long prompt are out
+# of context, and a request is never lowered again.
+CERTAIN_PART = 0.98
 
 # Probability that the part of a prompt that nobody has read makes the request one of level 0. Only
 # the order of the second looks depends on it.
@@ -36,10 +45,14 @@ def decide_level(probabilities: Sequence[float], decision: Decision) -> int:
 
 
 def decide(
-    probabilities: Sequence[float], decision: Decision, instant: bool = False
+    probabilities: Sequence[float],
+    decision: Decision,
+    instant: bool = False,
+    costs: MissedCosts | None = None,
 ) -> tuple[int, str]:
-    """The level, and what decided it: the rule, or `decision.certain` or `decision.possible`, which
-    does not count for the `instant` reader: it can hardly rule level 0 out."""
+    """The level, and what decided it: the rule, or `certain` or `possible`, which does not count
+    for the `instant` reader: it can hardly rule level 0 out. `costs`: of the policy, None: of the
+    decision."""
     rule = decision.rule
     last = len(probabilities) - 1
     likeliest = max(range(last + 1), key=probabilities.__getitem__)
@@ -48,8 +61,8 @@ def decide(
     if rule == "most_likely":
         return likeliest, rule
     if rule == "least_cost":
-        costs = expected_costs(probabilities, decision)
-        return costs.index(min(costs)), rule
+        expected = expected_costs(probabilities, costs or decision)
+        return expected.index(min(expected)), rule
     level = likeliest
     reason = "certain"
     if probabilities[likeliest] < decision.certain:
@@ -78,14 +91,19 @@ def deciding_rule(policy: Policy, job: Job) -> str:
         return "tenant_top"
     if source not in (LevelSource.PREDICTION, LevelSource.INSTANT) or prediction is None:
         return source.value
-    _, rule = decide(prediction.urgency, policy.decision, prediction.instant)
+    _, rule = decided(policy, prediction)
     return rule
 
 
 def predicted_level(policy: Policy, prediction: Prediction) -> int:
     """The level of a prediction under a policy."""
-    level, _ = decide(prediction.urgency, policy.decision, prediction.instant)
-    return min(level, policy.levels - 1)
+    return min(decided(policy, prediction)[0], policy.levels - 1)
+
+
+def decided(policy: Policy, prediction: Prediction) -> tuple[int, str]:
+    """The level of a prediction by its model's decision, and what decided it; see `decide`."""
+    costs = policy.decision
+    return decide(prediction.urgency, prediction.decision, prediction.instant, costs)
 
 
 def reading_level(policy: Policy, hint: Hint, provisional: Prediction | None) -> int:
@@ -115,19 +133,20 @@ def _counted(policy: Policy, hint: Hint, provisional: Prediction | None) -> Pred
     """The provisional reading, if it counts."""
     if hint.level is not None or provisional is None or provisional.unreadable:
         return None
-    return provisional if policy.predictor.instant.enabled else None
+    return provisional if policy.predictor.has_instant_reader else None
 
 
-def preempting_level(probabilities: Sequence[float], level: int, instant: Instant) -> int | None:
-    """The level at which a request of provisional `level` preempts: `level`, or its `sure_level` by
-    the policy if that is less urgent. None if it may not."""
-    sure = rightful_level(probabilities, instant)
+def preempting_level(policy: Policy, probabilities: Sequence[float], level: int) -> int | None:
+    """The level at which a request of provisional `level` preempts: `level`, or its `sure_level` if
+    that is less urgent. None if it may not."""
+    sure = rightful_level(policy, probabilities)
     return None if sure is None else max(sure, level)
 
 
-def rightful_level(probabilities: Sequence[float], instant: Instant) -> int | None:
+def rightful_level(policy: Policy, probabilities: Sequence[float]) -> int | None:
     """The most urgent level whose rights a provisional reading gives; None: it gives none."""
-    return sure_level(probabilities, instant.preempt_above) if instant.may == "preempt" else None
+    preempts = policy.predictor.instant == "preempt"
+    return sure_level(probabilities, PREEMPT_ABOVE) if preempts else None
 
 
 def sure_level(probabilities: Sequence[float], least: float) -> int | None:
@@ -143,38 +162,40 @@ def expected_level(probabilities: Sequence[float]) -> float:
     return math.fsum(level * probability for level, probability in enumerate(probabilities))
 
 
-def expected_costs(probabilities: Sequence[float], decision: Decision) -> list[float]:
+def expected_costs(probabilities: Sequence[float], costs: MissedCosts | Decision) -> list[float]:
     """Expected cost of serving at each level, in levels served too early."""
-    costs = []
+    expected = []
     for level in range(len(probabilities)):
         mistakes = [
-            share * mistake_cost(true, level, decision) for true, share in enumerate(probabilities)
+            share * mistake_cost(true, level, costs) for true, share in enumerate(probabilities)
         ]
-        costs.append(math.fsum(mistakes))
-    return costs
+        expected.append(math.fsum(mistakes))
+    return expected
 
 
-def mistake_cost(true: int, level: int, decision: Decision) -> float:
+def mistake_cost(true: int, level: int, costs: MissedCosts | Decision) -> float:
     """Cost of serving a request of level `true` at `level`: levels off, weighted by `missed_cost`
     if it is served too late."""
     late = level - true
     if late <= 0:
         return float(-late)
-    costs = decision.missed_cost
-    return late * costs[min(true, len(costs) - 1)]
+    missed = costs.missed_cost
+    return late * missed[min(true, len(missed) - 1)]
 
 
-def doubt(probabilities: Sequence[float], level: int, unseen: float, decision: Decision) -> float:
+def doubt(
+    probabilities: Sequence[float], level: int, unseen: float, costs: MissedCosts | Decision
+) -> float:
     """Expected cost of serving a request too late at `level`: what a second look may save.
     `unseen`: share of the prompt, 0 to 1, that the first reading did not see."""
     late = enumerate(probabilities[:level])
-    missed = math.fsum(share * mistake_cost(true, level, decision) for true, share in late)
-    return missed + unseen * _HIDDEN * mistake_cost(0, level, decision)
+    missed = math.fsum(share * mistake_cost(true, level, costs) for true, share in late)
+    return missed + unseen * _HIDDEN * mistake_cost(0, level, costs)
 
 
-def raised_level(probabilities: Sequence[float], level: int, certain: float) -> int | None:
+def raised_level(probabilities: Sequence[float], level: int) -> int | None:
     """The level to which a second reading raises a request of `level`; None: it stays."""
-    sure = sure_level(probabilities, certain)
+    sure = sure_level(probabilities, CERTAIN_PART)
     return sure if sure is not None and sure < level else None
 
 

@@ -3,6 +3,7 @@
 from vllm_semantic_sched.policy.config.reference import PolicyRef
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd, LengthCalibration
 from vllm_semantic_sched.policy.estimates.length import (
+    Estimate,
     expected_output_tokens,
     expected_without_prediction,
 )
@@ -39,10 +40,7 @@ class Estimator:
     @buckets.setter
     def buckets(self, trained: LengthBuckets | None) -> None:
         """Calibrate other buckets from now on."""
-        if trained is None:
-            self._calibration = None
-        else:
-            self._calibration = LengthCalibration(trained)
+        self._calibration = None if trained is None else LengthCalibration(trained)
 
     @property
     def length_ratio(self) -> float | None:
@@ -52,7 +50,6 @@ class Estimator:
     def output_tokens(self, job: Job, share: float | None = None) -> float:
         """Total output tokens, above those generated so far: expected, or what a `share` of such
         answers does not exceed."""
-        length = self._ref.policy.length
         generated = job.generated
         # At least one more token will come.
         limit = max(job.max_output_tokens, generated + 1)
@@ -60,9 +57,9 @@ class Estimator:
         predicted = job.prediction.length if job.prediction else None
         buckets = self.buckets
         if predicted is None or buckets is None:
-            expected = expected_without_prediction(length.default_tokens, generated)
+            expected = expected_without_prediction(generated)
             return min(max(expected, shortest), limit)
-        estimate = length.estimate if share is None else share
+        estimate: Estimate | float = "mean" if share is None else share
         return expected_output_tokens(
             predicted,
             buckets,
@@ -87,7 +84,7 @@ class Estimator:
             predicted,
             buckets,
             generated=0,
-            estimate=self._ref.policy.length.estimate,
+            estimate="mean",
             limit=job.max_output_tokens,
         )
 
@@ -117,10 +114,4 @@ class Estimator:
         if self._calibration is None or predicted is None:
             return
         if job.generated > job.stated.shortest and job.stated.longest is None:
-            self._calibration.learn(
-                predicted,
-                job.generated,
-                job.max_output_tokens,
-                end,
-                adapt=self._ref.policy.length.calibrate,
-            )
+            self._calibration.learn(predicted, job.generated, job.max_output_tokens, end)

@@ -3,13 +3,19 @@
 import bisect
 import sys
 from collections.abc import Sequence
+from typing import Literal
 
-from vllm_semantic_sched.policy.config.estimates import Estimate
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 
 # Assume that a request that outlived all buckets needs half as many tokens again. With a constant
 # it would always look almost finished.
 _OVERRUN_FACTOR = 1.5
+
+# Tokens of an answer of which nothing is known: about the mean of what chat models write. Only how
+# such a request compares with those that were read depends on it.
+DEFAULT_TOKENS = 256
+
+Estimate = Literal["mean", "median", "p90"]
 
 _SHARE_BELOW = {"median": 0.5, "p90": 0.9}
 
@@ -58,9 +64,9 @@ def expected_output_tokens(
     return expected / total
 
 
-def expected_without_prediction(default_tokens: int, generated: int) -> float:
+def expected_without_prediction(generated: int) -> float:
     """Output tokens without a prediction; always above `generated`."""
-    return float(default_tokens) if generated < default_tokens else _overrun(generated)
+    return float(DEFAULT_TOKENS) if generated < DEFAULT_TOKENS else _overrun(generated)
 
 
 def _quantile(

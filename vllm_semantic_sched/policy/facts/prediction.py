@@ -3,6 +3,12 @@
 import operator
 from dataclasses import dataclass
 
+from vllm_semantic_sched.policy.facts.decision import DEFAULT_DECISION, Decision
+
+# Bounds of a forward pass of the predictor, which takes at least one text. An urgent request must
+# not wait long for a pass in progress: the seconds count, by the measured speed.
+MAX_BATCH, MAX_PASS = 16, 0.1  # texts, seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -15,6 +21,7 @@ class Prediction:
     part: tuple[float, ...] | None = None
     instant: bool = False  # from the instant reader, which is rarely confident
     again: bool = False  # from a second look at a part of the text, which may only raise the level
+    decision: Decision = DEFAULT_DECISION  # of the model that read it
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,15 @@
 """Levels that waiting requests gain: by a near deadline, and by aging, so that none starves.
 
-- A request at level l that has waited k times `interval` seconds gets level l - k `step`, with at
-  most `cap` promotions. Below level 0 it is *overdue*; overdue requests run by arrival.
+- A request at level l that has waited k times `interval` seconds gets level l - k, and is promoted
+  no further below level 0. There it is *overdue*; overdue requests run by arrival.
 - The aged level orders the queue and protects a running request, but gives no right to preempt.
-- A request that aging puts before a more urgent one overtakes it. Every admission earns `share` of
-  an overtaking, and at most one is saved: of N = ceil(1 / share) admissions in a row one can go to
-  the oldest overdue request, and the others go by urgency.
+- A request that aging puts before a more urgent one overtakes it. Every admission earns `SHARE` of
+  an overtaking, and at most one is saved: of N = 1 / SHARE admissions in a row one can go to the
+  oldest overdue request, and the others go by urgency.
 
-A request that can become overdue (no `cap`, or cap * step >= l + 1) gets its first seat within
+A request gets its first seat within
 
-    W + (q + 1) N T       W = interval * ceil((l + 1) / step)
+    W + (q + 1) N T       W = interval * (l + 1)
 
 seconds. q older requests wait at its arrival; T is the longest time between two admissions while
 requests wait, at most that for which a request holds a seat. Beside hard reservations of other
@@ -25,8 +25,16 @@ from vllm_semantic_sched.policy.config.tiers import Slo
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job
 
+# Most admissions, as a share, in which an aged request overtakes a more urgent one: what the bound
+# on the wait costs urgent requests.
+SHARE = 0.1
 _MOST_PER_STEP = 40  # jobs, so that a burst of the same age does not delay a step
 _DEADLINE_LEVELS = 0.5  # gained: below 1, so that a request only moves ahead within its own level
+
+
+def promotions_to_overdue(level: int) -> int:
+    """Promotions after which a request of that level is overdue, and the most that it gets."""
+    return level + 1
 
 
 @dataclass(slots=True)
@@ -35,8 +43,8 @@ class _Timer:
 
     promotion: float
     deadline: float = math.inf  # of the first token
-    turn: float = math.inf  # at which the deadline becomes near, or is missed
-    takes_seats: bool = False  # whether it may preempt while the deadline is near
+    turn: float = math.inf  # at which it is raised, or misses its deadline
+    takes_seats: bool = False  # whether it may preempt while it is raised
 
     @property
     def due(self) -> float:
@@ -44,13 +52,13 @@ class _Timer:
 
 
 class CreditTimers:
-    """Timers by which waiting jobs gain levels: in steps by waiting (aging), and shortly before
+    """Timers by which waiting jobs gain levels: in steps by waiting (aging), and for
     their promised time to first token, until that is missed. A job that leaves the queue has no
     timer and keeps what it has gained; what a deadline gave ends with the first token."""
 
     def __init__(self, ref: PolicyRef) -> None:
         self.promotions = 0  # so far
-        self.deadline_boosted = 0  # jobs so far that a near deadline raised
+        self.deadline_boosted = 0  # jobs so far that a promise raised
         # Raised waiting jobs that may preempt a job that has its first token.
         self.may_take_seats: set[Job] = set()
         self._ref = ref
@@ -61,11 +69,11 @@ class CreditTimers:
         """Start the timers of a job that begins to wait, or whose policy or tier has changed; `slo`
         of its tier. Time in a seat counts as waiting only while the job was held."""
         timer = _Timer(self._next_promotion(job))
-        rules = self._ref.policy.deadlines
-        if rules.enabled and slo.ttft is not None and not job.generated:
+        enabled = self._ref.policy.deadlines.enabled
+        if enabled and slo.ttft is not None and not job.generated:
             timer.deadline = job.arrival + slo.ttft
-            near = job.credit is not None and job.credit.deadline
-            timer.turn = timer.deadline if near else timer.deadline - rules.before * slo.ttft
+            raised = job.credit is not None and job.credit.deadline
+            timer.turn = timer.deadline if raised else job.arrival
             timer.takes_seats = slo.takes_seats
         elif job.credit is not None:
             job.credit.deadline = 0.0
@@ -104,17 +112,17 @@ class CreditTimers:
         aging = self._ref.policy.aging
         if not aging.enabled:
             return False
-        earned = min(max(least, int(waited / aging.interval)), aging.most_promotions(job.level))
+        earned = min(max(least, int(waited / aging.interval)), promotions_to_overdue(job.level))
         before = 0 if job.credit is None else job.credit.promotions
         if earned <= before:
             return False
         self.promotions += earned - before
         credit = job.gain()
-        credit.promotions, credit.waiting = earned, aging.step * earned
+        credit.promotions, credit.waiting = earned, float(earned)
         return True
 
     def _turn(self, job: Job, timer: _Timer, now: float) -> bool:
-        """Raise a job near its deadline, lower one past it; whether that changes its rank."""
+        """Raise a job until its deadline, lower one past it; whether that changes its rank."""
         credit, is_near = job.gain(), now < timer.deadline
         changed = is_near != bool(credit.deadline)
         credit.deadline = _DEADLINE_LEVELS if is_near else 0.0
@@ -126,7 +134,7 @@ class CreditTimers:
         """When a waiting job is promoted next; inf if it is not."""
         aging = self._ref.policy.aging
         promotions = 0 if job.credit is None else job.credit.promotions
-        done = promotions and promotions >= aging.most_promotions(job.level)
+        done = promotions and promotions >= promotions_to_overdue(job.level)
         if done or not aging.enabled:
             return math.inf
         return job.entered - job.waited + (promotions + 1) * aging.interval
@@ -159,7 +167,7 @@ class Overtaking:
         """Record an admission; returns by how much what is saved changed, for `withdrawn`."""
         before = self._saved
         self.count += overtook
-        self._saved = min(1.0, before - overtook + self._ref.policy.aging.share)
+        self._saved = min(1.0, before - overtook + SHARE)
         return self._saved - before
 
     def withdrawn(self, overtook: bool, change: float) -> None:

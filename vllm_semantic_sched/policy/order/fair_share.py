@@ -6,6 +6,10 @@ from vllm_semantic_sched.policy.config.reference import Derived, PolicyRef
 from vllm_semantic_sched.policy.config.tiers import target_shares
 from vllm_semantic_sched.policy.facts.lately import Decayed
 
+_WINDOW = 20.0  # seconds, time constant of the exponential decay of past use: tens of answers
+# Levels that a tier gains below its share or loses above it. Under saturation shares are reached
+# only if gain and loss together bridge the gap between levels: four levels, as far as 0 from 4.
+MOST_LEVELS = 2.0
 _TOLERANCE = 0.1  # relative distance from the share at which the full gain or loss applies
 
 
@@ -43,7 +47,7 @@ class FairShare:
     def update(self, now: float, active: Sequence[int]) -> None:
         """Update the offsets, once per step; `active`: tiers with waiting requests. O(tiers)."""
         if self._last is not None and now > self._last:
-            self._used.age(now - self._last, self._ref.policy.fair_share.window)
+            self._used.age(now - self._last, _WINDOW)
         self._last = now
         self.reset()
         if self.enabled:
@@ -60,8 +64,7 @@ class FairShare:
         return {level: (sums[level] / used, targets[level] / wanted) for level in active}
 
     def _offset(self, share: float, target: float) -> float:
-        most = self._ref.policy.fair_share.max_levels
         if target <= 0.0:  # behind all tiers with a share
-            return most
+            return MOST_LEVELS
         excess = (share - target) / (target * _TOLERANCE)
-        return most * min(1.0, max(-1.0, excess))
+        return MOST_LEVELS * min(1.0, max(-1.0, excess))

@@ -26,12 +26,12 @@ class DedupIndex:
     def __len__(self) -> int:
         return len(self._newest)
 
-    def older(self, job: Job, key: str, origin: str, rules: Dedup) -> list[Job]:
+    def older(self, job: Job, key: str, origin: str, dedup: Dedup) -> list[Job]:
         """Requests that `job` supersedes. Changes nothing."""
         newest, jobs = self._newest.get((job.tenant, key), (origin, {}))
         if newest == origin:
             return []
-        return [other for other in jobs if other.started is None or rules.running == "end"]
+        return [other for other in jobs if other.started is None or dedup == "running"]
 
     def add(self, job: Job, key: str, origin: str) -> None:
         """Make `job` the newest with this key."""
@@ -49,10 +49,10 @@ class DedupIndex:
                 self._newest.pop(key, None)
 
 
-def read_key(extra_args: Any, rules: Dedup) -> str | None:
+def read_key(extra_args: Any, dedup: Dedup) -> str | None:
     """The key in a request's `vllm_xargs`; None without a key or with deduplication off. BadKey if
     it is not a string, empty or too long."""
-    if not rules.enabled or not isinstance(extra_args, dict):
+    if dedup == "none" or not isinstance(extra_args, dict):
         return None
     if (key := extra_args.get(DEDUP_FIELD)) is None:
         return None

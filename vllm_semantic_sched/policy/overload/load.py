@@ -4,9 +4,9 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.config.overload import Pressure, Threshold
 from vllm_semantic_sched.policy.config.reference import Derived, PolicyRef
 from vllm_semantic_sched.policy.config.tiers import Tier
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
@@ -24,12 +24,27 @@ _SLO_WINDOW = 60.0  # seconds over which compliance and headroom are measured
 _LOOK_SECONDS = 0.1  # between two updates of pressure and promises
 _STEP_WEIGHT = 0.1  # of the newest step in the smoothed step time
 _LONGEST_STEP = 5.0  # seconds; anything longer is a pause
-_LONGEST_RECOVERY = 8  # times `recover`
+_SHED_WINDOW = 5.0  # seconds of latencies that decide on shedding: some tens of requests
+_SAMPLES = 5  # measured requests in that window from which a tier is judged; fewer are chance
+# Seconds that promises must be kept before the tier shed last is served again. Doubles each time
+# that tier soon has to be shed again, up to eightfold, so that shedding does not oscillate.
+RECOVER, _LONGEST_RECOVERY = 2.0, 8
 ESCALATE = 1.0  # fewest seconds between shedding one tier and the next
 # Pressure falls after use has been MARGIN (a share) below the mark that raised it for CALM seconds.
 CALM, MARGIN = 2.0, 0.1
-_QUEUE = Threshold(warning=0.5, critical=0.9)
-_STEP = Threshold(warning=0.8, critical=1.0)
+
+
+class _Marks(NamedTuple):
+    """Use of a resource from which the pressure is warning and critical; 1: used up."""
+
+    warning: float
+    critical: float
+
+
+# KV and seats: beyond 1 requests wait or are preempted, which the order absorbs for a while; with
+# four requests per seat a new one waits for three answers. Queue and steps: 1 breaks a promise.
+_KV, _SEATS = _Marks(0.9, 1.2), _Marks(1.5, 4.0)
+_QUEUE, _STEP = _Marks(0.5, 0.9), _Marks(0.8, 1.0)
 
 
 class PressureLevel(enum.IntEnum):
@@ -58,12 +73,12 @@ class PressureMonitor:
         self.present = PressureLevel.NONE  # by the last observation alone
         self._below_since: float | None = None
 
-    def observe(self, use: Use, rules: Pressure, now: float) -> PressureLevel:
+    def observe(self, use: Use, now: float) -> PressureLevel:
         """Update with the present use; returns the level in force."""
-        self.present = _present(use, rules, 1.0)
+        self.present = _present(use, 1.0)
         if self.present > self.level:
             self.level, self._below_since = self.present, None
-        elif (down := _present(use, rules, 1.0 - MARGIN)) < self.level:
+        elif (down := _present(use, 1.0 - MARGIN)) < self.level:
             if self._below_since is None:
                 self._below_since = now
             if now - self._below_since >= CALM:
@@ -73,8 +88,8 @@ class PressureMonitor:
         return self.level
 
 
-def _present(use: Use, rules: Pressure, scale: float) -> PressureLevel:
-    uses = (use.kv, rules.kv), (use.seats, rules.seats), (use.queue, _QUEUE), (use.step, _STEP)
+def _present(use: Use, scale: float) -> PressureLevel:
+    uses = (use.kv, _KV), (use.seats, _SEATS), (use.queue, _QUEUE), (use.step, _STEP)
     if any(value >= marks.critical * scale for value, marks in uses):
         return PressureLevel.CRITICAL
     warned = any(value >= marks.warning * scale for value, marks in uses)
@@ -111,7 +126,7 @@ class Shedder:
             self._calm_since = None
         elif self._calm_since is None:
             self._calm_since = now
-        if self._calm_since is not None and now - self._calm_since >= rules.recover:
+        if self._calm_since is not None and now - self._calm_since >= RECOVER:
             self.stage, self._patience, self._kept_since = 0, 1, None
         elif broken:
             self._kept_since = None
@@ -119,15 +134,15 @@ class Shedder:
                 self._step_up(now)
         elif self.stage:
             self._kept_since = now if self._kept_since is None else self._kept_since
-            if now - self._kept_since >= rules.recover * self._patience:
+            if now - self._kept_since >= RECOVER * self._patience:
                 self.stage -= 1
                 self._changed, self._kept_since = now, None
 
     def _step_up(self, now: float) -> None:
-        since, recover = now - self._changed, self._ref.policy.shedding.recover
-        if since < 4 * recover and self.stage == 0:  # too early
+        since = now - self._changed
+        if since < 4 * RECOVER and self.stage == 0:  # too early
             self._patience = min(2 * self._patience, _LONGEST_RECOVERY)
-        elif since > 4 * recover * _LONGEST_RECOVERY:
+        elif since > 4 * RECOVER * _LONGEST_RECOVERY:
             self._patience = 1
         self.stage += 1
         self._changed = now
@@ -162,19 +177,11 @@ class LoadMonitor:
         self.pressure = PressureMonitor()
         self.shedder = Shedder(ref)
         self.slo = SloMonitor(ref, _SLO_WINDOW)
-        self._measured = SloMonitor(ref, ref.policy.shedding.window)
+        self._recent = SloMonitor(ref, _SHED_WINDOW)
 
     @property
     def tiers(self) -> Sequence[Tier]:
         return self._ref.policy.all_tiers
-
-    @property
-    def _recent(self) -> SloMonitor:
-        """What shedding goes by; it starts anew where a policy measures over another window."""
-        window = self._ref.policy.shedding.window
-        if self._measured.window != window:
-            self._measured.restart(window)
-        return self._measured
 
     # Events
 
@@ -214,7 +221,7 @@ class LoadMonitor:
         self._looked = now
         self.slo.advance(now)
         self._recent.advance(now)
-        self.pressure.observe(self.use(), self._ref.policy.pressure, now)
+        self.pressure.observe(self.use(), now)
         calm = not self.pressure.present and self.holdings.all.queued < self._seats
         self.shedder.observe(self._broken(now), calm, now)
 
@@ -258,7 +265,7 @@ class LoadMonitor:
             return False
         for level, tier in enumerate(self.tiers):
             if self.shedder.benefits(tier):
-                if self._recent.keeps_promise(level, rules.min_samples) is False:
+                if self._recent.keeps_promise(level, _SAMPLES) is False:
                     return True
                 oldest, promised = self.account.oldest(level), tier.slo.ttft
                 if oldest and promised is not None and now - oldest.arrival > promised:

@@ -87,19 +87,14 @@ class SloMonitor:
 
     def __init__(self, ref: PolicyRef, window: float) -> None:
         self._ref = ref
-        self.restart(window)
-        self._targets = Derived(
-            ref, lambda policy: [targets(tier.slo) for tier in policy.all_tiers]
-        )
-
-    def restart(self, window: float) -> None:
-        """Measure anew, over a window of so many seconds."""
-        self.window = window
         # Measured seconds of each level, promised or not.
         self.values = [
             {measure: RollingValues(window) for measure in MEASURES}
-            for _ in range(self._ref.policy.levels)
+            for _ in range(ref.policy.levels)
         ]
+        self._targets = Derived(
+            ref, lambda policy: [targets(tier.slo) for tier in policy.all_tiers]
+        )
 
     @property
     def targets(self) -> Sequence[dict[str, float]]:

@@ -3,6 +3,10 @@
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
+# Decode steps by which a load of KV may delay the next step. A load beside the steps costs its
+# request one step more, so that a shorter one is cheaper before a step.
+MAX_STALL = 1.0
+
 
 def remaining_seconds(job: Job, expected_output: float, profile: EngineProfile) -> float:
     """Engine time that a job still needs: load, prefill of tokens without KV, decode, to
@@ -15,15 +19,13 @@ def remaining_seconds(job: Job, expected_output: float, profile: EngineProfile) 
     return profile.load(job.swapped) + prefill + decode if job.swapped else prefill + decode
 
 
-def loads_beside_steps(tokens: int, profile: EngineProfile, max_stall: float) -> bool:
+def loads_beside_steps(tokens: int, profile: EngineProfile) -> bool:
     """Whether KV is loaded beside the engine's steps: before one, it would delay that by more than
-    `max_stall` decode steps."""
-    return profile.load(tokens) > max_stall * profile.gamma2
+    `MAX_STALL` decode steps."""
+    return profile.load(tokens) > MAX_STALL * profile.gamma2
 
 
-def resume_seconds(
-    on_device: int, kept_to: int, held: int, profile: EngineProfile, max_stall: float
-) -> float:
+def resume_seconds(on_device: int, kept_to: int, held: int, profile: EngineProfile) -> float:
     """Seconds to restore a preempted job after it got a seat again.
 
     Of its tokens the first `on_device` still have KV on the device, those up to `kept_to` on the
@@ -31,7 +33,7 @@ def resume_seconds(
     steps (`loads_beside_steps`) costs one more step.
     """
     loaded = kept_to - on_device
-    extra = profile.gamma2 if loads_beside_steps(loaded, profile, max_stall) else 0.0
+    extra = profile.gamma2 if loads_beside_steps(loaded, profile) else 0.0
     return profile.load(loaded) + profile.prefill(kept_to, held) + extra
 
 
