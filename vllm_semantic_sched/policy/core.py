@@ -547,6 +547,7 @@ class SchedulingCore:
         return protected is not None and any(map(self.requests, range(protected + 1)))
 
     def rank(self, job: Job) -> Rank:
+        """A job's place in the order, by its level and predicted seconds as they are now."""
         seconds = self.estimates.rank_seconds(job)
         return rank_of(self.policy_ref.policy.base, job.effective_level, seconds, job.sequence)
 

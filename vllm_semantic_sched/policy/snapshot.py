@@ -137,6 +137,7 @@ class Room:
 
     @property
     def seats(self) -> int:
+        """Seats for waiting jobs, with those freed; negative as in `Snapshot.seats`."""
         return self._snapshot.seats + self._seats
 
     @property

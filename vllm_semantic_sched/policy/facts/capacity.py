@@ -32,6 +32,7 @@ class Need:
 
     @property
     def met(self) -> bool:
+        """Whether neither is missing."""
         return self.seats <= 0 and self.blocks <= 0
 
 

@@ -75,6 +75,7 @@ class JobState(enum.Enum):
 
     @property
     def is_end(self) -> bool:
+        """Whether no other state can follow."""
         return self in _ENDS
 
 

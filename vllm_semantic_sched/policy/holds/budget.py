@@ -53,6 +53,7 @@ class Budget:
         return self.total - self.recent
 
     def work(self, seconds: float) -> None:
+        """Count engine time, and drop losses that are older than `WINDOW` by it."""
         self.worked += seconds
         slots = self._slots
         while slots and slots[0][0] <= self.worked - WINDOW:
@@ -94,6 +95,7 @@ class Protection:
 
     @property
     def enabled(self) -> bool:
+        """Whether jobs may be held at all, by the policy and on this engine."""
         rules = self._ref.policy.protect
         return rules.level is not None and rules.price > 0 and not self.unsafe
 

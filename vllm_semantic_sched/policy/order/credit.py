@@ -161,6 +161,7 @@ class Overtaking:
 
     @property
     def allowed(self) -> bool:
+        """Whether one has been saved up, from the share `aging.share` of every admission."""
         return self._ref.policy.aging.enabled and self._saved >= 1.0 - ROUNDING
 
     def admitted(self, overtook: bool) -> float:

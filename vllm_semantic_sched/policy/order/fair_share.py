@@ -28,6 +28,7 @@ class FairShare:
 
     @property
     def enabled(self) -> bool:
+        """Whether the policy in force corrects shares; engine time is counted either way."""
         return self._ref.policy.fair_share.enabled
 
     @property

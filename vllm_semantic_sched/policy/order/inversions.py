@@ -101,6 +101,7 @@ class Inversions(Listener):
         self._read[job] = self._seats, job.level
 
     def moved(self, transition: Transition) -> None:
+        """Look for an inversion at a first seat and at a completion."""
         job, before, state, time = transition[:4]
         if state is JobState.RUNNING:
             if job.started == time and before is JobState.WAITING:

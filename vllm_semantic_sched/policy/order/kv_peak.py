@@ -44,6 +44,7 @@ class KvPeak:
         self._sorted: tuple[list[float], list[float], list[float]] | None = None
 
     def set_capacity(self, capacity: EngineCapacity) -> None:
+        """Called once the engine knows its KV blocks."""
         self.block_size = capacity.block_size
         if capacity.blocks is not None:
             self.capacity = capacity.blocks * capacity.block_size
@@ -53,6 +54,7 @@ class KvPeak:
 
     @property
     def enabled(self) -> bool:
+        """Whether the policy limits admission by the peak; without it no job is counted."""
         return self._ref.policy.kv_peak.enabled
 
     def admits(self, job: Job) -> bool:
@@ -80,10 +82,12 @@ class KvPeak:
             self._sorted = None
 
     def discard(self, job: Job) -> None:
+        """Stop counting a job that lost its seat or ended; no-op if it is not counted."""
         if self._ends.discard(job):
             self._sorted = None
 
     def tick(self, steps: int = 1) -> None:
+        """Record that every counted job has grown by a token in each of these steps."""
         self._step += steps
 
     @property

@@ -89,6 +89,7 @@ class TenantQueue:
         return self._heap.push(job, rank) or was_buffered
 
     def remove(self, job: Job) -> None:
+        """Remove a job from the heap or the buffer; no-op if it is in neither."""
         if self.buffer.pop(job, self) is self:
             self._heap.discard(job)
 
@@ -133,9 +134,11 @@ class LevelQueue:
 
     @property
     def buffered(self) -> int:
+        """Jobs in the buffers of all tenants. O(tenants)."""
         return sum(len(queue.buffer) for queue in self._queues.values())
 
     def is_buffered(self, job: Job) -> bool:
+        """Whether a job is in its tenant's buffer. Raises KeyError if the tenant has none here."""
         return job in self._queues[self.tenant_of(job)].buffer
 
     def push(self, job: Job, rank: Rank) -> bool:
@@ -157,6 +160,7 @@ class LevelQueue:
         queue.buffer[job] = None
 
     def remove(self, job: Job) -> None:
+        """Remove a job of this level. Raises KeyError if its tenant has no job here."""
         tenant = self.tenant_of(job)
         queue = self._queues[tenant]
         queue.remove(job)
@@ -221,6 +225,7 @@ class LevelQueue:
                 )
 
     def tenant_of(self, job: Job) -> str:
+        """Key of a job's queue; `ANONYMOUS` for all jobs of a level without queues by tenant."""
         return job.tenant if self._by_tenant else ANONYMOUS
 
     def _add_queue(self, job: Job) -> TenantQueue:

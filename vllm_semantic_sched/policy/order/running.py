@@ -75,6 +75,7 @@ class RunningSet:
         return max(0.0, tag - (self._now if held_at is None else held_at))
 
     def least_urgent(self) -> Job | None:
+        """The first job in the order of eviction; None if none is stored."""
         return self._by_eviction.peek()
 
     def by_eviction(self) -> Iterator[Job]:

@@ -87,6 +87,7 @@ class Seating(QueueRules):
         self._admit(job, overtook)
 
     def start(self, job: Job) -> None:
+        """Record that a job got its seat, by `take` or by the engine's own choice."""
         if job.seat is None or job.seat.charge is None:
             self._admit(job, overtook=False)
         assert job.seat is not None and job.seat.charge is not None
@@ -111,6 +112,7 @@ class Seating(QueueRules):
         self.waiting.changed()
 
     def relevel(self, job: Job, before: int) -> None:
+        """Record that a job's level was `before` and has changed."""
         self.holdings.relevel(job, before)
         if job in self.waiting:
             self._start_timers(job)

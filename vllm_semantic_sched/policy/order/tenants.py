@@ -61,6 +61,7 @@ class VirtualCounters:
         self._waiting.push(tenant, counter)
 
     def leave(self, tenant: str) -> None:
+        """Record that a tenant's last waiting job is gone; its counter is kept for its return."""
         if self._waiting.discard(tenant):
             self._left_last = self._counters[tenant]
             while len(self._counters) > _MOST_TENANTS + len(self._waiting):

@@ -36,6 +36,7 @@ class WaitingQueue:
 
     @property
     def buffered(self) -> int:
+        """Jobs that wait without a prediction, in buffers. O(tenants)."""
         return sum(queue.buffered for queue in self.queues.values())
 
     @property

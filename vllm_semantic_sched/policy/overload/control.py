@@ -56,6 +56,7 @@ class OverloadControl(Listener):
     # Lifecycle events, see `Listener`; time held counts neither as waiting nor as load
 
     def moved(self, transition: Transition) -> None:
+        """Keep the queue account, the dedup index and the load up to date."""
         job, state = transition.job, transition.state
         if state is JobState.RUNNING:
             self.account.leave(job)
@@ -66,6 +67,7 @@ class OverloadControl(Listener):
             self.load.ended(job, transition.time, completed=state is JobState.COMPLETED)
 
     def first_token(self, job: Job) -> None:
+        """Record the time to first token."""
         self.load.first_token(job)
 
     # Decisions

@@ -181,6 +181,7 @@ class LoadMonitor:
 
     @property
     def tiers(self) -> Sequence[Tier]:
+        """The tiers of the policy in force, by level."""
         return self._ref.policy.all_tiers
 
     # Events
