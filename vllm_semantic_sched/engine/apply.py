@@ -52,6 +52,7 @@ class SeatGate:
         self._stale.add(request)
 
     def forget_preempted(self) -> None:
+        """Keep no seats for preempted requests: vLLM is about to order them by itself."""
         self._stale.clear()
 
     def returning(self, any_with_kv: bool) -> list[Job]:

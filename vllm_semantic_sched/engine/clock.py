@@ -49,6 +49,7 @@ class ServiceClock:
         self._since: float | None = None
 
     def __call__(self) -> float:
+        """Seconds since an arbitrary time; the same value during a pause."""
         now = self.seconds() if self._since is None else self._since
         return now - self._paused
 

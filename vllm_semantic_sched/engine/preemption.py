@@ -173,6 +173,7 @@ class Preemptions:
                 self._counters.add("resume_seconds", (kind, "measured"), elapsed)
 
     def finished(self, request: Request) -> None:
+        """A request has ended: drop what is kept of its preemption. No-op if it never had one."""
         away = self._away.pop(request.request_id, None)
         if away is not None:
             self._counters.add("abandoned_tokens", count=away.kv_tokens)

@@ -107,7 +107,9 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         self._endings = Endings(self)
         self.preemptions = Preemptions(self, core, self._endings, self.counters)
         self.predictions = PredictionFeed(
-            *(core, self.jobs, getattr(self.structured_output_manager, "tokenizer", None)),
+            core=core,
+            jobs=self.jobs,
+            tokenizer=getattr(self.structured_output_manager, "tokenizer", None),
             counters=self.counters,
             # vLLM starts all engines of a server from one process.
             group=str(os.getppid()) if vllm_api.shares_host(vllm_config) else None,

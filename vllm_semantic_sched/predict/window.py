@@ -141,9 +141,23 @@ def cut_pieces(pieces: list[_Piece], room: int) -> list[_Piece]:
 # Scripts of the languages that the reader was trained on, by the first word of a letter's name.
 _SCRIPTS = frozenset(
     {
-        *("LATIN", "CYRILLIC", "GREEK", "ARABIC", "HEBREW", "DEVANAGARI", "BENGALI", "TAMIL"),
-        *("THAI", "CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "HANGUL", "FULLWIDTH"),
-        *("HALFWIDTH", "IDEOGRAPHIC"),
+        "LATIN",
+        "CYRILLIC",
+        "GREEK",
+        "ARABIC",
+        "HEBREW",
+        "DEVANAGARI",
+        "BENGALI",
+        "TAMIL",
+        "THAI",
+        "CJK",
+        "HIRAGANA",
+        "KATAKANA",
+        "KATAKANA-HIRAGANA",
+        "HANGUL",
+        "FULLWIDTH",
+        "HALFWIDTH",
+        "IDEOGRAPHIC",
     }
 )
 REASONS = ("empty", "broken", "script", "encoded", "repetitive")  # answers of `unreadable`

@@ -35,6 +35,7 @@ class Incoming:
 
     @classmethod
     def of(cls, scope: Any) -> Self:
+        """The headers of an ASGI scope. A priority that is not a whole number counts as absent."""
         headers = dict(scope.get("headers", ()))
         tenant, priority = headers.get(TENANT_HEADER), None
         with contextlib.suppress(KeyError, ValueError):
@@ -64,6 +65,7 @@ class ServerState:
 
 
 def state_of(app: Any) -> ServerState:
+    """The state on an application, added at the first call."""
     state = getattr(app.state, "semsched", None)
     if not isinstance(state, ServerState):
         state = app.state.semsched = ServerState()

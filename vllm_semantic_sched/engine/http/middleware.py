@@ -52,6 +52,7 @@ class Middleware:
         self._app = Refusals(UrgentFirst(app))
 
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+        """Answer an ASGI request; without the API key that vLLM requires, as vLLM does."""
         await (self._app if self._takes(scope) else self._stock)(scope, receive, send)
 
     @guarded(lambda *args: False)
@@ -71,6 +72,7 @@ class Refusals:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+        """Answer an ASGI request; only POST requests and websockets can be refused."""
         streamed = scope["type"] == "websocket"  # has no status to replace
         if not streamed and (scope["type"] != "http" or scope["method"] != "POST"):
             await self._app(scope, receive, send)

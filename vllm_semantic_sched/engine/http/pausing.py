@@ -19,6 +19,7 @@ router = APIRouter()
 
 
 def engine_of(request: Request) -> Any:
+    """vLLM's engine client, by which the server of an HTTP request reaches its engines."""
     return request.app.state.engine_client
 
 

@@ -41,6 +41,8 @@ Receive = Callable[[], Awaitable[Message]]
 
 
 class Glance(NamedTuple):
+    """What the body of an HTTP request says, before vLLM has prepared the request."""
+
     level: int  # by hint or reading, else the default level
     reading: Prediction | None = None  # the instant reader's, unless prompts are read one by one
     user: str | None = None  # the OpenAI field
@@ -171,6 +173,7 @@ class UrgentFirst:
         self._turns: set[asyncio.Future[None]] = set()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer an ASGI request in its turn, with what its body says noted on `incoming`."""
         rules: GlanceRules | None = self._rules(scope)
         request = incoming.get()
         if rules is None or request is None:

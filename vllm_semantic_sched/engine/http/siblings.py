@@ -46,6 +46,7 @@ class Siblings:
         return ahead
 
     def tell_reload(self) -> None:
+        """Record a reload of this server; `has_reload` of each other server is true once."""
         self._reloads += 1
         self._seen = int(self._reloads[0])
 
@@ -73,6 +74,7 @@ def join_siblings(vllm_config: vllm_api.VllmConfig, levels: int) -> Siblings | N
         logger.warning(
             "Semantic scheduling: the %d API servers share no memory (%s): each chooses engines by "
             "its own requests only, and a reload changes the rules of the one that got it.",
-            *(servers, error),
+            servers,
+            error,
         )
         return None

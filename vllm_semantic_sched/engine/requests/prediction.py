@@ -169,21 +169,24 @@ class PredictionFeed:
             if job is None and request_id in self._ahead:
                 self._early.append((request_id, prediction))
                 continue
-            if prediction is not None and prediction.again:
-                if job is not None:
-                    yield job, prediction
-                continue
-            if prediction is None:
-                self._counters.add("failed_predictions")
-            elif prediction.unreadable:
-                self._counters.add("unreadable_prompts", prediction.unreadable)
+            first_look = prediction is None or not prediction.again
+            if first_look:
+                self._count_unread(prediction)
             if job is None:  # it has ended in the meantime
                 continue
-            # A prediction from memory may come before the request.
-            self._counters.observe("prediction_latency_seconds", max(0.0, now - job.arrival))
-            provisional = job.level if job.level_source is LevelSource.INSTANT else None
-            self._drained.append((job, prediction, provisional))
+            if first_look:
+                # A prediction from memory may come before the request.
+                self._counters.observe("prediction_latency_seconds", max(0.0, now - job.arrival))
+                provisional = job.level if job.level_source is LevelSource.INSTANT else None
+                self._drained.append((job, prediction, provisional))
             yield job, prediction
+
+    def _count_unread(self, prediction: Prediction | None) -> None:
+        """Count a failure of the predictor (None), or a prompt that it could not read."""
+        if prediction is None:
+            self._counters.add("failed_predictions")
+        elif prediction.unreadable:
+            self._counters.add("unreadable_prompts", prediction.unreadable)
 
     def applied(self) -> None:
         """The predictions of the last `drain` have been applied: count the levels that follow from
