@@ -156,7 +156,7 @@ class Preemptions:
         load_seconds = self._core.profile.load(tokens)
         count("copy_seconds", ("load", "predicted"), load_seconds)
         self._expected_copies += load_seconds
-        away.since = loaded.at if loaded else monotonic()
+        away.since = loaded.ordered if loaded else monotonic()
         self._returning[request.request_id] = away
 
     def watch(self, jobs: Mapping[str, Job]) -> None:
@@ -246,7 +246,10 @@ class Preemptions:
 def _usable_connector(scheduler: Scheduler) -> tuple[SemanticSwapConnector | None, str | None]:
     """The swap connector, alone or inside a MultiConnector, or why it cannot be used."""
     connectors = vllm_api.all_kv_connectors(scheduler)
-    ours = next((one for one in connectors if isinstance(one, SemanticSwapConnector)), None)
+    ours = next(
+        (connector for connector in connectors if isinstance(connector, SemanticSwapConnector)),
+        None,
+    )
     if ours is None:
         return None, (
             "the server was started without the swap connector, which semsched serve adds where "

@@ -157,12 +157,13 @@ class Limits:
         excess = list(self._excess(level))
 
         def borrowed(job: Job) -> bool:
-            found, held = False, job.seat.blocks if job.seat is not None else 0
+            holds_excess = False
+            held = job.seat.blocks if job.seat is not None else 0
             for place, (above, seats, blocks) in enumerate(excess):
                 if job.level > above and (seats > 0 or blocks > 0):
-                    found = True
+                    holds_excess = True
                     excess[place] = (above, seats - 1, blocks - held)
-            return found
+            return holds_excess
 
         return borrowed
 

@@ -53,8 +53,8 @@ def check_live_change(old: Policy, new: Policy) -> None:
 
 def restart_reason(key: str) -> str | None:
     """Why a key cannot change while the server runs; None if it can."""
-    found = (why for name, why in NEEDS_RESTART.items() if f"{key}.".startswith(f"{name}."))
-    return next(found, None)
+    reasons = (why for name, why in NEEDS_RESTART.items() if f"{key}.".startswith(f"{name}."))
+    return next(reasons, None)
 
 
 def _differences(old: Any, new: Any, key: str) -> Iterator[tuple[str, Any, Any]]:

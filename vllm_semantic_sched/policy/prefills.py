@@ -75,12 +75,12 @@ def _limits(held: Sequence[Prefill], cap: int | None, first: Prefill) -> Prefill
 def _even_share(tokens: Sequence[int], budget: int) -> int:
     """The largest cap under which the capped tokens do not exceed the budget; at least 1."""
     cap, count = 0, len(tokens)
-    for each in sorted(tokens):
-        if each * count > budget:
+    for length in sorted(tokens):
+        if length * count > budget:
             break
-        budget -= each
+        budget -= length
         count -= 1
-        cap = each
+        cap = length
     return max(1, budget // count if count else cap)
 
 

@@ -287,11 +287,14 @@ class _Step:
             return
         worth = core.seating.worth
         paced = any([tier.pace is not None for tier in core.policy.all_tiers])
+        losing = sum(
+            worth_lost * core.requests(level) for level, worth_lost in enumerate(worth.lost)
+        )
         self._holds = holds.choose(
             protection,
             core.profile,
             worth,
-            losing=sum(each * core.requests(level) for level, each in enumerate(worth.lost)),
+            losing=losing,
             snapshot=self._snapshot,
             running=self._running_by_urgency(),
             is_ahead=self._is_ahead_of_reader if paced else None,

@@ -400,15 +400,15 @@ class Engine(Accounts):
                     break
                 skipped.append((job, rank))
                 continue
-            found, used = self.prefixes.hits(self.runs[job])
+            cached, used = self.prefixes.hits(self.runs[job])
             if self.pool.needed(job.tokens) - used > self.pool.free:
                 break  # all of it has to fit, though it takes only what it computes next
-            budget -= self._seat(job, budget, found, used)
+            budget -= self._seat(job, budget, cached, used)
         for job, rank in skipped:
             self.core.put_back(job, rank, waiting)
 
-    def _seat(self, job: Job, budget: float, found: int, used: int) -> int:
-        """Give a waiting request a seat and its first tokens; how many. `found`, `used`: see
+    def _seat(self, job: Job, budget: float, cached: int, used: int) -> int:
+        """Give a waiting request a seat and its first tokens; how many. `cached`, `used`: see
         `PrefixCache.hits`."""
         core, run = self.core, self.runs[job]
         self._change()
@@ -416,9 +416,9 @@ class Engine(Accounts):
         self.waiting[run.request.level] -= 1
         run.blocks = used
         run.loading, job.computed = job.swapped, job.swapped
-        if found * self.pool.block_size > job.computed:
-            run.loading, job.computed = 0, found * self.pool.block_size
-            run.shared = found
+        if cached * self.pool.block_size > job.computed:
+            run.loading, job.computed = 0, cached * self.pool.block_size
+            run.shared = cached
             self.prefixes.enter(run, job.computed)
         self.host.give_back(self.host.needed(job.swapped))
         if self._loads_beside(run.loading):

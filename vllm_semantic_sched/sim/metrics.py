@@ -123,13 +123,13 @@ class Recorder:
         block["tpot"] = (block["finish"] - block["first_token"]) / gaps
         block["promised"], block["kept"] = np.zeros((2, len(table)), dtype=bool)
         for level, (row, promises) in enumerate(zip(self._levels, self._targets, strict=True)):
-            here = block["level"] == level
+            of_level = block["level"] == level
             if promises:
                 met = [block[name] <= target for name, target in promises.items()]
-                block["promised"] |= here
-                block["kept"] |= here & np.logical_and.reduce(met)
-            if here.any():
-                members = {name: values[here] for name, values in block.items()}
+                block["promised"] |= of_level
+                block["kept"] |= of_level & np.logical_and.reduce(met)
+            if of_level.any():
+                members = {name: values[of_level] for name, values in block.items()}
                 row.add(members)
                 for name, parts in row.values.items():
                     parts.append(members[name])

@@ -159,7 +159,7 @@ async def ready(request: Request) -> dict[str, bool]:
         await engine.check_health()
         paused = await engine.is_paused()
         if not state.ready:
-            state.ready = all(one["ready"] for one in await ask_engines(engine, "status"))
+            state.ready = all(status["ready"] for status in await ask_engines(engine, "status"))
     except Exception as error:
         problem = _other_scheduler(request.app) or "an engine does not answer"
         raise HTTPException(503, problem) from error
@@ -199,8 +199,8 @@ async def correct(
 async def corrections(request: Request) -> Reply:
     """All corrections."""
     path = _corrections(request)
-    found = await asyncio.to_thread(read_corrections, path) if path.exists() else []
-    return {"corrections": [one._asdict() for one in found]}
+    entries = await asyncio.to_thread(read_corrections, path) if path.exists() else []
+    return {"corrections": [entry._asdict() for entry in entries]}
 
 
 def _corrections(request: Request) -> Path:

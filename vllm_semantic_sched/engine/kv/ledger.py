@@ -117,7 +117,7 @@ class Loaded(NamedTuple):
     """A load that was ordered."""
 
     tokens: int
-    at: float  # seconds on the monotonic clock
+    ordered: float  # seconds on the monotonic clock
 
 
 class KeptBlocks:

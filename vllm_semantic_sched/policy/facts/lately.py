@@ -20,7 +20,7 @@ class Decayed:
     def age(self, passed: float, constant: float) -> None:
         """Let time pass."""
         kept = math.exp(-passed / constant)
-        self.sums = [kept * each for each in self.sums]
+        self.sums = [kept * total for total in self.sums]
 
     def add(self, place: int, amount: float) -> None:
         """Add to a sum; it never falls below 0."""

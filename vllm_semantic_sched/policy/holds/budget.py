@@ -133,36 +133,39 @@ class Protection:
     def choose(
         self,
         certain: Batch,
-        others: Sequence[Job],
+        candidates: Sequence[Job],
         worth: Sequence[float],
         gaining: float,
         losing: float,
         profile: EngineProfile,
     ) -> Sequence[Job]:
         """Choose the jobs to hold in the best step, and record it; none if a step without holds is
-        as good. O(others).
+        as good. O(candidates).
 
         Args:
             certain: decoding sequences that run in any case.
-            others: decoding jobs that may be held, most urgent first.
+            candidates: decoding jobs that may be held, most urgent first.
             worth: of a second that a request gains, by level.
             gaining: the same for all requests in the step that run in any case.
             losing: the same of a second that all requests lose, running and waiting.
         """
         if (left := self.budget.left) <= 0:
             return ()
-        count = certain.decodes + len(others)
+        count = certain.decodes + len(candidates)
         # Lists, which take half the time of generators: this is asked in every step.
-        context = certain.context + sum([job.prompt_tokens + job.generated for job in others])
+        context = certain.context + sum([job.prompt_tokens + job.generated for job in candidates])
         full = profile.step_decode(Batch(decodes=count, context=context))
         fixed = profile.batch_terms.sequences
         per_token = fixed(count) / count if count else 0.0
         loss_worth = losing * self.budget.total / left
         best, cost, most, held = 0, 0.0, 0.0, 0
-        gaining += sum([worth[job.level] for job in others])
-        while held < len(others):
-            before, held = held, min(2 * held or 1, len(others))  # the least urgent 1, 2, 4, ...
-            for job in others[len(others) - held : len(others) - before]:
+        gaining += sum([worth[job.level] for job in candidates])
+        while held < len(candidates):
+            before, held = (
+                held,
+                min(2 * held or 1, len(candidates)),
+            )  # the least urgent 1, 2, 4, ...
+            for job in candidates[len(candidates) - held : len(candidates) - before]:
                 context -= job.tokens
                 gaining -= worth[job.level]
             seconds = profile.step_decode(Batch(decodes=count - held, context=context))
@@ -174,4 +177,4 @@ class Protection:
             self.budget.spend(cost)
             self.steps += 1
             self.tokens_forgone += best
-        return others[len(others) - best :]
+        return candidates[len(candidates) - best :]

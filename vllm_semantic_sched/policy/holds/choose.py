@@ -38,7 +38,7 @@ def choose(
     prefilling, protects_at = snapshot.prefilling, protection.protects_at
     decodes, context, gaining = 0, 0, 0.0  # of the jobs that run in any case
     beneficiary: Job | None = None
-    others: list[Job] = []
+    candidates: list[Job] = []
     ahead: list[Job] = []  # of their readers
     for job in running:
         prefills = job in prefilling
@@ -46,7 +46,7 @@ def choose(
         # By its own level first, which no call has to tell: all that run are asked in every step.
         yields = job.level > protects_at and job.effective_level > protects_at
         if yields and not prefills:
-            (ahead if fast_enough else others).append(job)
+            (ahead if fast_enough else candidates).append(job)
             continue
         if not prefills:
             decodes += 1
@@ -60,9 +60,9 @@ def choose(
                 and snapshot.can_advance(job)
             ):
                 beneficiary = job
-    others += ahead  # first to be held
-    if beneficiary is None or not others:
+    candidates += ahead  # first to be held
+    if beneficiary is None or not candidates:
         return Holds()
     certain = Batch(decodes=decodes, context=context)
-    held = protection.choose(certain, others, worth.gained, gaining, losing, profile)
+    held = protection.choose(certain, candidates, worth.gained, gaining, losing, profile)
     return Holds(held, beneficiary)

@@ -88,9 +88,10 @@ class Refusal:
     @classmethod
     def from_sentence(cls, text: str) -> Refusal | None:
         """Parse the result of `to_sentence`; None if it is not one."""
-        if (found := _SENTENCE.fullmatch(text)) is None:
+        parts = _SENTENCE.fullmatch(text)
+        if parts is None:
             return None
-        return cls(Code(found["code"]), found["message"], float(found["seconds"]))
+        return cls(Code(parts["code"]), parts["message"], float(parts["seconds"]))
 
     def headers(self) -> dict[str, str]:
         """HTTP headers that say when to retry."""

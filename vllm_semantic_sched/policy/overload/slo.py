@@ -122,7 +122,7 @@ class SloMonitor:
         """Smallest share of requests that met their target, over the promised measures. None
         without promises or values."""
         promised = map(self.values[level].__getitem__, self.targets[level])
-        return min((one.met / one.count for one in promised if one.count), default=None)
+        return min((values.met / values.count for values in promised if values.count), default=None)
 
     def headroom(self, level: int) -> float | None:
         """Smallest relative distance of the promised percentile below its target, over the
