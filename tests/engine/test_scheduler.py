@@ -353,8 +353,12 @@ def test_provisional_level_gives_a_seat_until_corrected(policy, monkeypatch) -> 
     assert_clean(scheduler)
 
 
-def test_second_look_at_a_long_prompt_gives_it_a_seat(policy) -> None:
+def test_second_look_at_a_long_prompt_gives_it_a_seat(policy, monkeypatch) -> None:
     scheduler = build(policy(), max_num_seqs=1)
+    observed: list[str] = []
+    monkeypatch.setattr(
+        scheduler.counters, "observe", lambda name, *value_and_label: observed.append(name)
+    )
     feed = scheduler.predictions
     service = feed.service = StubService()
     feed.tokenizer = StubTokenizer("words", most=4096)
@@ -376,6 +380,7 @@ def test_second_look_at_a_long_prompt_gives_it_a_seat(policy) -> None:
     scheduler.gauges()
     assert scheduler.counters.total("second_looks", "yes") == 1
     assert scheduler.counters.total("failed_predictions") == 0
+    assert observed.count("prediction_latency_seconds") == 2  # of the first readings
     finish_all(scheduler)
     assert_clean(scheduler)
 
