@@ -427,7 +427,8 @@ class SchedulingCore:
     def tick(self, steps: int = 1) -> None:
         """Advance virtual time by engine steps: one, or at most `steps_to_timer`."""
         self.running.tick(steps)
-        self.seating.kv_peak.tick(steps)
+        if self.seating.used.table.kv_peak:
+            self.seating.kv_peak.tick(steps)
 
     def revise(self, observe: Callable[[Job], None], now: float) -> list[Job]:
         """Bring estimates and ranks up to date; `observe` updates a job's `generated` and
@@ -438,7 +439,9 @@ class SchedulingCore:
         for job in running:
             observe(job)
             self._store_running(job)
-        outgrown = self.seating.kv_peak.revise(observe)
+        outgrown: list[Job] = []
+        if self.seating.used.table.kv_peak:
+            outgrown = self.seating.kv_peak.revise(observe)
         if outgrown:
             self.waiting.changed()
         promoted = self.seating.step(now, observe)
@@ -555,7 +558,8 @@ class SchedulingCore:
         seconds = self.estimates.rank_seconds(job)
         rank = rank_of(self.policy_ref.policy.base, job.effective_level, seconds, job.sequence)
         self.running.add(job, rank, seconds)
-        self.seating.kv_peak.add(job)
+        if self.seating.used.table.kv_peak:
+            self.seating.kv_peak.add(job)
 
 
 def _is_fresh(job: Job) -> bool:

@@ -74,13 +74,13 @@ class Limits:
     def __init__(self, ref: PolicyRef, holdings: Holdings) -> None:
         self._ref = ref
         self.holdings = holdings
-        self._derived = Derived(ref, self.check)
+        self.derived = Derived(ref, self.check)
         self.capacity_known()
 
     def capacity_known(self) -> None:
         """Derive the limits from the engine's capacity. PolicyError if reservations leave nothing
         for the less urgent tiers."""
-        self._derived.refresh()
+        self.derived.refresh()
 
     def check(self, policy: Policy) -> LimitTable:
         """The limits under a policy; errors as in `capacity_known`."""
@@ -103,13 +103,13 @@ class Limits:
     @property
     def table(self) -> LimitTable:
         """The limits in force."""
-        return self._derived.table
+        return self.derived.table
 
     # Admission to a seat
 
     def admits_level(self, level: int, tokens: int) -> bool:
         """Whether hard reservations leave a request of `level` a seat and KV for these tokens."""
-        table = self._derived.table
+        table = self.derived.table
         if not table.reserves_hard:
             return True
         blocks, below = self._blocks_for(tokens), self.holdings.below
@@ -117,7 +117,7 @@ class Limits:
 
     def admits_tenant(self, job: Job) -> bool:
         """Whether a waiting job's tenant may have a seat and KV for it now. O(1)."""
-        table = self._derived.table
+        table = self.derived.table
         if not table.caps_tenants:
             return True
         held = self.holdings.tenants.get(job.tenant)
@@ -125,7 +125,7 @@ class Limits:
 
     def level_over_limit(self) -> int | None:
         """The most urgent level whose hard reservation others hold a part of, or None."""
-        table = self._derived.table
+        table = self.derived.table
         if not table.reserves_hard:
             return None
         for level, (limit, held) in enumerate(zip(table.hard, self.holdings.below, strict=True)):
@@ -135,7 +135,7 @@ class Limits:
 
     def tenant_over_limit(self) -> str | None:
         """A tenant with several requests and more KV than its cap, in O(tenants)."""
-        limit = self._derived.table.tenant
+        limit = self.derived.table.tenant
         if limit.kv == math.inf:
             return None
         tenants = self.holdings.tenants.items()
@@ -145,7 +145,7 @@ class Limits:
 
     def lent(self, level: int) -> bool:
         """Whether less urgent tiers hold part of a reservation that `level` may claim."""
-        return self._derived.table.reserves and any(
+        return self.derived.table.reserves and any(
             seats > 0 or blocks > 0 for _, seats, blocks in self._excess(level)
         )
 
@@ -170,7 +170,7 @@ class Limits:
     def shortage(self, level: int, tokens: int) -> Need:
         """Seats and blocks that less urgent tiers must free before `admits_level` is True."""
         seats, blocks = 0.0, 0.0
-        table = self._derived.table
+        table = self.derived.table
         if table.reserves_hard:
             wanted = self._blocks_for(tokens)
             for above in range(level):
@@ -187,7 +187,7 @@ class Limits:
         """Tiers whose reservation `level` may claim, with the seats and blocks by which less
         urgent tiers exceed their limit."""
         tiers = self._ref.policy.all_tiers
-        for above, limit in enumerate(self._derived.table.soft[level:], start=level):
+        for above, limit in enumerate(self.derived.table.soft[level:], start=level):
             reserve, held = tiers[above].reserve, self.holdings.below[above]
             if reserve.seats or reserve.kv:
                 yield above, held.seats - limit.seats, held.blocks - limit.kv

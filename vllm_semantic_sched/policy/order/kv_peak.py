@@ -81,6 +81,11 @@ class KvPeak:
             self._ends.push(job, end)
             self._sorted = None
 
+    def clear(self) -> None:
+        """Forget all jobs: another policy does not plan with them."""
+        self._ends = AddressableHeap()
+        self._sorted = None
+
     def discard(self, job: Job) -> None:
         """Stop counting a job that lost its seat or ended; no-op if it is not counted."""
         if self._ends.discard(job):

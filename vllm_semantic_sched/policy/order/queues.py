@@ -3,9 +3,10 @@
 import heapq
 from collections.abc import Iterator
 from operator import itemgetter
+from typing import NamedTuple
 
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.config.reference import PolicyRef
+from vllm_semantic_sched.policy.config.reference import Derived, PolicyRef
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import AHEAD, Holdings
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
@@ -15,6 +16,14 @@ from vllm_semantic_sched.policy.order.credit import Overtaking
 from vllm_semantic_sched.policy.order.fair_share import FairShare
 from vllm_semantic_sched.policy.order.kv_peak import KvPeak
 from vllm_semantic_sched.policy.order.tenants import ANONYMOUS, VirtualCounters
+
+
+class Used(NamedTuple):
+    """What the policy in force uses. Without it, the code for it is not entered."""
+
+    aging: bool
+    kv_peak: bool
+    shares: bool
 
 
 class QueueRules:
@@ -31,6 +40,7 @@ class QueueRules:
         self.fair_share = FairShare(ref)
         self.limits = Limits(ref, self.holdings)
         self.kv_peak = KvPeak(ref, estimates.tokens)
+        self.used = Derived(ref, _used)
         self._estimates = estimates
 
     @property
@@ -58,13 +68,17 @@ class QueueRules:
     @property
     def has_limits(self) -> bool:
         """Whether `admits` may refuse."""
-        table = self.limits.table
+        table = self.limits.derived.table
         return table.caps_tenants or table.reserves_hard
 
     def admission_seconds(self, job: Job) -> float:
         """Engine time until a job can decode: load and prefill."""
         profile = self._estimates.profile
         return profile.load(job.swapped) + profile.prefill(job.swapped, job.tokens)
+
+
+def _used(policy: Policy) -> Used:
+    return Used(policy.aging.enabled, policy.kv_peak.enabled, policy.fair_share.enabled)
 
 
 class TenantQueue:
@@ -167,7 +181,8 @@ class LevelQueue:
         self.overdue.discard(job)
         if not len(queue):
             del self._queues[tenant]
-            self.counters.leave(tenant)
+            if self._by_tenant:
+                self.counters.leave(tenant)
 
     def lift(self, job: Job) -> Rank | None:
         """See `TenantQueue.lift`; the tenant keeps its turn."""
@@ -232,5 +247,6 @@ class LevelQueue:
         """Add the queue of a job's tenant."""
         tenant = self.tenant_of(job)
         queue = self._queues[tenant] = TenantQueue(self._rules)
-        self.counters.enter(tenant)
+        if self._by_tenant:
+            self.counters.enter(tenant)
         return queue

@@ -40,6 +40,8 @@ class Seating(QueueRules):
     def policy_changed(self) -> None:
         """Forget what the previous policy decided."""
         self.fair_share.reset()
+        if not self.used.table.kv_peak:
+            self.kv_peak.clear()
         self.waiting.changed()
 
     @property
@@ -75,7 +77,8 @@ class Seating(QueueRules):
             self.overtaking.withdrawn(charge.overtook, charge.credit)
             self._charge(job, -charge.seconds, charge.level, to_tenant=not job.preemptions)
         self.holdings.release(job)
-        self.kv_peak.discard(job)
+        if self.used.table.kv_peak:
+            self.kv_peak.discard(job)
         self._start_timers(job)
 
     def take(self, job: Job) -> None:
@@ -104,9 +107,11 @@ class Seating(QueueRules):
     def leave(self, job: Job) -> None:
         """Record that a job lost its seat or ended; its `generated` is up to date."""
         self.credits.stop(job)
-        self.meter.stop(job)
+        if job.seat is not None and job.seat.stint is not None:
+            self.meter.stop(job)
         self.holdings.release(job)
-        self.kv_peak.discard(job)
+        if self.used.table.kv_peak:
+            self.kv_peak.discard(job)
         if job.credit is not None:
             job.credit.share = 0.0
         self.waiting.changed()
@@ -123,7 +128,7 @@ class Seating(QueueRules):
         if metered:
             self.meter.step(observe)
         moved = self.credits.expire(now)
-        if self.fair_share.enabled:
+        if self.used.table.shares:
             self.fair_share.update(now, self.waiting.levels)
         if metered:
             self.waiting.changed()
@@ -164,7 +169,8 @@ class Seating(QueueRules):
         seat = self.holdings.occupy(job, job.tokens + AHEAD)
         seat.generated = job.generated
         seat.charge = Charge(job.level, seconds, overtook, credit)
-        self.kv_peak.add(job)
+        if self.used.table.kv_peak:
+            self.kv_peak.add(job)
         self._charge(job, seconds, to_tenant=not job.preemptions)
         self.waiting.changed()
 
@@ -173,8 +179,9 @@ class Seating(QueueRules):
     ) -> None:
         """Charge a tier, and the tenant too unless it recomputes after a preemption."""
         level = job.level if level is None else level
-        self.fair_share.charge(level, seconds)
-        if to_tenant:
+        if self.used.table.shares:
+            self.fair_share.charge(level, seconds)
+        if to_tenant and self.by_tenant:
             queue = self.waiting.queues[level]
             queue.counters.charge(queue.tenant_of(job), seconds)
 

@@ -131,8 +131,8 @@ class WaitingQueue:
         if self._next is None:
             job, overtakes = self._choose_anew()
             # While the next job does not fit, none starts, or small ones would pass it for ever.
-            peak = self.rules.kv_peak
-            fits = job is not None and (not peak.enabled or peak.admits(job))
+            rules = self.rules
+            fits = job is not None and (not rules.used.table.kv_peak or rules.kv_peak.admits(job))
             self._next = (job, overtakes) if fits else (None, False)
         return self._next
 
@@ -142,7 +142,7 @@ class WaitingQueue:
         admits = self.rules.admits
         heads = self._heads()
         first = self._best(heads)
-        if not self.rules.overtaking.allowed:
+        if not self.rules.used.table.aging or not self.rules.overtaking.allowed:
             return first, False
         overdue = (queue.overdue.peek() for queue in self.queues.values())
         aged = min(filter(None, overdue), key=lambda job: job.sequence, default=None)
