@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from jobs import make_job
 
 from vllm_semantic_sched.policy.config.section import PolicyError, parse_section
-from vllm_semantic_sched.policy.profile.cost import drop_seconds, remaining_seconds
+from vllm_semantic_sched.policy.estimates.estimator import remaining_seconds
+from vllm_semantic_sched.policy.profile.cost import drop_seconds
 from vllm_semantic_sched.policy.profile.formula import EngineProfile, load_profile
 
 PROFILE = load_profile("a5000-qwen1.5-7b")

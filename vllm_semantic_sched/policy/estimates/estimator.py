@@ -10,7 +10,6 @@ from vllm_semantic_sched.policy.estimates.length import (
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 from vllm_semantic_sched.policy.profile.correction import ProfileScale
-from vllm_semantic_sched.policy.profile.cost import remaining_seconds
 from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
 
 
@@ -115,3 +114,14 @@ class Estimator:
             return
         if job.generated > job.stated.shortest and job.stated.longest is None:
             self._calibration.learn(predicted, job.generated, job.max_output_tokens, end)
+
+
+def remaining_seconds(job: Job, expected_output: float, profile: EngineProfile) -> float:
+    """Engine time that a job still needs: load, prefill of tokens without KV, decode, to
+    `expected_output` tokens (more than `job.generated`)."""
+    tokens = job.tokens
+    in_place = job.computed + job.swapped
+    # The newest token of a decoding job has no KV yet; decoding it is not a prefill.
+    prefill = profile.prefill(in_place, tokens) if tokens - in_place > 1 else 0.0
+    decode = profile.decode(tokens, expected_output - job.generated)
+    return profile.load(job.swapped) + prefill + decode if job.swapped else prefill + decode

@@ -1,4 +1,4 @@
-"""Costs in seconds: of the rest of a job, and of keeping or rebuilding its KV."""
+"""Costs in seconds of keeping or rebuilding the KV of a job, and of ending it."""
 
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
@@ -6,17 +6,6 @@ from vllm_semantic_sched.policy.profile.formula import EngineProfile
 # Decode steps by which a load of KV may delay the next step. A load beside the steps costs its
 # request one step more, so that a shorter one is cheaper before a step.
 MAX_STALL = 1.0
-
-
-def remaining_seconds(job: Job, expected_output: float, profile: EngineProfile) -> float:
-    """Engine time that a job still needs: load, prefill of tokens without KV, decode, to
-    `expected_output` tokens (more than `job.generated`)."""
-    tokens = job.tokens
-    in_place = job.computed + job.swapped
-    # The newest token of a decoding job has no KV yet; decoding it is not a prefill.
-    prefill = profile.prefill(in_place, tokens) if tokens - in_place > 1 else 0.0
-    decode = profile.decode(tokens, expected_output - job.generated)
-    return profile.load(job.swapped) + prefill + decode if job.swapped else prefill + decode
 
 
 def loads_beside_steps(tokens: int, profile: EngineProfile) -> bool:
