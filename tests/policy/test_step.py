@@ -12,7 +12,7 @@ from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import JobState
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.policy.snapshot import Snapshot
+from vllm_semantic_sched.policy.snapshot import Room, Snapshot
 from vllm_semantic_sched.policy.step import step
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.request import Run, SimRequest
@@ -141,6 +141,22 @@ def test_orders_are_applied_after_all_decisions() -> None:
     assert [victim.job for victim in orders.preempt] == [running.job]
     assert running.job.state is JobState.WAITING and engine.running == [running.job]
     assert snapshot.seats == 0
+
+
+def test_victim_of_a_step_is_no_longer_asked_about_as_a_waiting_request() -> None:
+    """In the snapshot it still runs: vLLM has no answer then."""
+    core, engine = make_world({}, seats=1, kv_blocks=100)
+    running = arrive(core, engine, 0, urgency=4)
+    for _ in range(3):
+        engine.begin_step()
+        engine.end_step()
+    snapshot = engine.snapshot()
+    held, room = snapshot.freeable_blocks(running.job), Room(snapshot)
+    before = room.blocks
+    room.free(running.job)
+    assert room.needed_blocks(running.job) == held + snapshot.next_blocks(running.job)
+    assert room.blocks == before + room.needed_blocks(running.job)
+    assert room.seats == 1 and room.holds(running.job)
 
 
 def test_plan_of_a_victim_is_computed_once(monkeypatch) -> None:

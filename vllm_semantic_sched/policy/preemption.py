@@ -13,7 +13,7 @@ from vllm_semantic_sched.policy.order.running import RunningSet
 from vllm_semantic_sched.policy.order.seating import Seating
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
 from vllm_semantic_sched.policy.retention import HostRoom, PreemptionPlan
-from vllm_semantic_sched.policy.snapshot import Snapshot
+from vllm_semantic_sched.policy.snapshot import Room, Snapshot
 
 # Plans for a running job with so many tokens of KV: see `SchedulingCore.plan_preemption`.
 MakePlan = Callable[[Job, int, HostRoom | None, bool], PreemptionPlan]
@@ -253,12 +253,13 @@ class Eviction:
     # The choice of victims
 
     def choose(
-        self, snapshot: Snapshot, plans: Plans, seats: int, blocks: int, prefill_tokens: float
+        self, snapshot: Snapshot, room: Room, plans: Plans, seats: int, prefill_tokens: float
     ) -> Choice:
         """Choose victims for waiting jobs, down the queue as far as jobs can be admitted in this
-        step. Subtracts what each takes from the free `seats`, `blocks` and `prefill_tokens`: also
-        jobs that age, deadline or share put before more urgent ones, though no job is preempted for
-        them. `blocks` are those that are free now or will be after the steps in flight."""
+        step. Subtracts what each takes from the free `seats` and `prefill_tokens` and from the
+        blocks that are free now or after the steps in flight: also jobs that age, deadline or share
+        put before more urgent ones, though no job is preempted for them."""
+        blocks = room.blocks_in_all
         seating = self._seating
         victims: dict[Job, Job] = {}
         clearing: Job | None = None
@@ -279,7 +280,7 @@ class Eviction:
             groups = snapshot.obstacles(job)
             if groups and not entitled:
                 continue
-            needed = self.needed_blocks(job, snapshot)
+            needed = self.needed_blocks(job, snapshot, room)
             # What the engine lacks, or more if less urgent tiers use up their part beside a hard
             # reservation.
             missing = seating.shortage(job)
@@ -300,19 +301,19 @@ class Eviction:
             prefill_tokens -= job.tokens
         return Choice(victims, clearing)
 
-    def needed_blocks(self, job: Job, snapshot: Snapshot) -> int:
+    def needed_blocks(self, job: Job, snapshot: Snapshot, room: Room) -> int:
         """KV blocks for a waiting job. For one that was passed over with room for it also those
         that the engine sets aside for running prefills: it may load KV."""
         reserved = snapshot.reserved_blocks if job is self.passed_over else 0
-        return snapshot.needed_blocks(job) + reserved
+        return room.needed_blocks(job) + reserved
 
-    def idle_for(self, job: Job, snapshot: Snapshot, blocks: int) -> list[Job]:
-        """Idle sessions, less urgent than the next waiting job, whose KV makes room for it beside
-        `blocks` free ones: what they hold is no more than a cache. None if that is not enough and
-        `job` may not preempt running jobs besides."""
+    def idle_for(self, job: Job, snapshot: Snapshot, room: Room) -> list[Job]:
+        """Idle sessions, less urgent than the next waiting job, whose KV makes room for it: what
+        they hold is no more than a cache. None if that is not enough and `job` may not preempt
+        running jobs besides."""
         if not (sessions := snapshot.idle):
             return []
-        missing = self.needed_blocks(job, snapshot) - blocks
+        missing = self.needed_blocks(job, snapshot, room) - room.blocks_in_all
         found: list[Job] = []
         for session in sessions:
             if missing <= 0 or session.effective_level <= job.effective_level:

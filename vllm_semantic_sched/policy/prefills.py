@@ -179,7 +179,7 @@ class PrefillSharing:
             if job in self._in_vain or not snapshot.is_ready(job) or snapshot.obstacles(job):
                 continue
             seats -= 1
-            blocks -= snapshot.needed_blocks(job)
+            blocks -= room.needed_blocks(job)
             if seats < 0 or blocks < 0:
                 return
             yield job

@@ -134,6 +134,7 @@ class Room:
         self._snapshot = snapshot
         self._seats = 0
         self._blocks = 0
+        self._victims: dict[Job, int] = {}  # the blocks that each needs when it returns
 
     @property
     def seats(self) -> int:
@@ -151,13 +152,21 @@ class Room:
         """The same, with those that are free when the steps in flight have ended."""
         return self._snapshot.blocks + self._snapshot.coming_blocks + self._blocks
 
+    def needed_blocks(self, job: Job) -> int:
+        """KV blocks that a waiting job needs; one that still runs in the snapshot, because it is
+        preempted in this step, needs again what it gives back."""
+        needed = self._victims.get(job)
+        return self._snapshot.needed_blocks(job) if needed is None else needed
+
     def holds(self, job: Job) -> bool:
         """Whether there are a seat and the blocks for a waiting job."""
-        return self.seats > 0 and self._snapshot.needed_blocks(job) <= self.blocks
+        return self.seats > 0 and self.needed_blocks(job) <= self.blocks
 
     def free(self, job: Job, seats: int = 1) -> None:
         """Count what a running job gives back, or an idle session, which keeps its seat."""
         self._seats += seats
-        self._blocks += self._snapshot.freeable_blocks(job) or 0
+        freed = self._snapshot.freeable_blocks(job) or 0
         if seats:
-            self._blocks += self._snapshot.next_blocks(job)
+            freed += self._snapshot.next_blocks(job)
+            self._victims[job] = freed
+        self._blocks += freed

@@ -210,16 +210,14 @@ class _Step:
                 self._preempt_for(core.eviction.claim_seats(loaded, seats, snapshot, plans))
             head = core.waiting.peek()
             if head is not None and len(core.with_kv):
-                for session in core.eviction.idle_for(head, snapshot, room.blocks_in_all):
+                for session in core.eviction.idle_for(head, snapshot, room):
                     self._release(session)
             if core.eviction.wants_room:
                 # Those behind the head leave it the next seat (`_keep_seats`).
                 level = math.inf if head is None else head.effective_level
                 seats = room.seats + sum(job.effective_level > level for job in loaded)
                 prefill_tokens = snapshot.token_budget - len(core.running)
-                choice = core.eviction.choose(
-                    snapshot, plans, seats, room.blocks_in_all, prefill_tokens
-                )
+                choice = core.eviction.choose(snapshot, room, plans, seats, prefill_tokens)
                 self._preempt_for(choice.victims)
                 clearing = choice.clearing
         self._keep_seats(clearing)
@@ -258,7 +256,7 @@ class _Step:
         if not loaded or not 0 < seats <= len(loaded) or newcomer is core.was_first:
             core.was_first = None
             return
-        needed = snapshot.needed_blocks(newcomer)
+        needed = room.needed_blocks(newcomer)
         if newcomer.effective_level < loaded[0].effective_level and needed <= room.blocks:
             self.orders.first = newcomer
             core.was_first = newcomer  # once: if it does not start, those with KV go on
