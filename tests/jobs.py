@@ -7,7 +7,7 @@ from vllm_semantic_sched.policy.config.reference import PolicyRef
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import Need
 from vllm_semantic_sched.policy.facts.job import Job, LevelSource, Seat
-from vllm_semantic_sched.policy.order.queues import QueueRules
+from vllm_semantic_sched.policy.order.queues import OrderingRules
 from vllm_semantic_sched.policy.preemption import Plans
 from vllm_semantic_sched.policy.profile.formula import load_profile
 from vllm_semantic_sched.policy.snapshot import Progress
@@ -49,10 +49,10 @@ def policy_ref(tiers=(), **keys) -> PolicyRef:
     return PolicyRef(policy_of(tiers, **keys))
 
 
-def make_rules(**keys) -> QueueRules:
+def make_rules(**keys) -> OrderingRules:
     """The rules of a queue under a policy with these keys."""
     ref = policy_ref(**keys)
-    return QueueRules(ref, Estimator(ref, load_profile("default")))
+    return OrderingRules(ref, Estimator(ref, load_profile("default")))
 
 
 def step(core, observe=lambda job: None, now: float = 0.0) -> list[Job]:

@@ -24,8 +24,8 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_semantic_sched import Middleware
 from vllm_semantic_sched.cli.console import make_console
-from vllm_semantic_sched.engine.http.incoming import ServerState
-from vllm_semantic_sched.engine.http.preparation import LARGEST_BODY, GlanceRules
+from vllm_semantic_sched.engine.http.preparation import LARGEST_BODY, PreviewRules
+from vllm_semantic_sched.engine.http.request_context import ServerState
 from vllm_semantic_sched.lab.report.tables import make_table
 from vllm_semantic_sched.policy.config import Policy
 
@@ -75,7 +75,7 @@ def make_app(ours: bool) -> FastAPI:
     )
     app.state.vllm_config = SimpleNamespace(parallel_config=parallel)
     if ours:
-        app.state.semsched = ServerState(rules=GlanceRules.of(Policy()), routes=True)
+        app.state.semsched = ServerState(rules=PreviewRules.of(Policy()), routes=True)
         app.add_middleware(Middleware)
     return app
 

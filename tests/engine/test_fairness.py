@@ -54,9 +54,9 @@ def finish_all(scheduler, limit: int = 5000) -> None:
     run_step(scheduler)
     assert not scheduler.requests and not scheduler.jobs
     assert scheduler.counters.total("policy_errors") == 0
-    holdings = scheduler.core.holdings
-    assert not len(scheduler.core.seating.meter) and not len(holdings)
-    assert all(held.seats == held.blocks == 0 for held in holdings.levels)
+    allocations = scheduler.core.allocations
+    assert not len(scheduler.core.seating.meter) and not len(allocations)
+    assert all(held.seats == held.blocks == 0 for held in allocations.levels)
     pool = scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 

@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.engine.http import commands
-from vllm_semantic_sched.engine.http.preparation import GlanceRules
+from vllm_semantic_sched.engine.http.preparation import PreviewRules
 from vllm_semantic_sched.lab.bench.standalone import (
     BLOCK_SIZE,
     build_scheduler,
@@ -189,6 +189,6 @@ def test_http_server_keeps_the_order_of_arrival(file) -> None:
     server = SimpleNamespace(get_scheduler_cls=lambda: SemanticScheduler)
     settings = {"semantic_sched": {"policy": str(file)}}
     config = SimpleNamespace(scheduler_config=server, additional_config=settings)
-    assert GlanceRules.load(config) is None
+    assert PreviewRules.load(config) is None
     file.write_text(HINTS_ONLY)
-    assert GlanceRules.load(config) is not None
+    assert PreviewRules.load(config) is not None

@@ -237,7 +237,7 @@ def test_every_request_ends_exactly_once_under_random_traffic(build, async_sched
                 break
             one_step(0.05)
         assert not scheduler.requests and not scheduler.jobs
-        load, everyone = scheduler.core.overload.load, scheduler.core.holdings.all
+        load, everyone = scheduler.core.overload.load, scheduler.core.allocations.all
         assert not everyone.queued and not sum(load.outstanding())
         assert not len(scheduler.core.overload.dedup)
         pool = scheduler.kv_cache_manager.block_pool

@@ -276,7 +276,7 @@ def random_prediction(rng: random.Random) -> Prediction:
 def record(scheduler: Any, policy: str) -> Recording:
     """Record everything that a `SemanticScheduler` does from now on."""
     core, log = scheduler.core, DecisionLog()
-    capacity, swap = core.holdings.capacity, scheduler.preemptions.connector
+    capacity, swap = core.allocations.capacity, scheduler.preemptions.connector
     recording = Recording(
         policy,
         seats=capacity.seats,

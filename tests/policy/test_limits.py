@@ -10,18 +10,20 @@ from vllm_semantic_sched.policy.config.reference import PolicyRef
 from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.config.tiers import Reserve, Tier, TierQueue
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Held, Holdings, Need
+from vllm_semantic_sched.policy.facts.capacity import Allocation, Allocations, EngineCapacity, Need
 from vllm_semantic_sched.policy.limits import Limit, Limits, Scope
 from vllm_semantic_sched.policy.profile.formula import load_profile
 
 CAPACITY = EngineCapacity(seats=10, blocks=100, block_size=16)
 
 
-def reservation(*reserves: Reserve, capacity: EngineCapacity = CAPACITY) -> tuple[Limits, Holdings]:
-    holdings = Holdings(len(reserves))
-    holdings.capacity = capacity
+def reservation(
+    *reserves: Reserve, capacity: EngineCapacity = CAPACITY
+) -> tuple[Limits, Allocations]:
+    allocations = Allocations(len(reserves))
+    allocations.capacity = capacity
     tiers = [Tier(name=str(level), reserve=reserve) for level, reserve in enumerate(reserves)]
-    return Limits(policy_ref(tiers), holdings), holdings
+    return Limits(policy_ref(tiers), allocations), allocations
 
 
 NONE = Reserve()
@@ -40,7 +42,7 @@ moves = st.lists(
 
 @given(st.lists(reserves, min_size=3, max_size=3), moves)
 def test_admissions_never_break_hard_reservations(reserves, moves) -> None:
-    kept, holdings = reservation(*reserves, NONE)
+    kept, allocations = reservation(*reserves, NONE)
     held: dict = {}
 
     def below(level: int) -> tuple[int, int]:
@@ -66,55 +68,55 @@ def test_admissions_never_break_hard_reservations(reserves, moves) -> None:
                         need = kept.shortage(level, tokens)
                         assert need.seats > 0 or need.blocks > 0
             if admitted:
-                holdings.occupy(job, tokens)
+                allocations.occupy(job, tokens)
                 held[job] = tokens
         elif held:
             job = list(held)[tokens % len(held)]
             if kind == "leave":
-                holdings.release(job)
+                allocations.release(job)
                 del held[job]
             elif kind == "grow":
                 held[job] += tokens
-                holdings.occupy(job, held[job])
+                allocations.occupy(job, held[job])
             else:
                 before, job.level = job.level, level
-                holdings.relevel(job, before)
+                allocations.relevel(job, before)
         for above in range(3):
-            assert (holdings.below[above].seats, holdings.below[above].blocks) == below(above)
+            assert (allocations.below[above].seats, allocations.below[above].blocks) == below(above)
 
 
 def test_tiers_may_use_their_own_and_less_urgent_reservations() -> None:
-    kept, holdings = reservation(Reserve(seats=2), Reserve(seats=3), NONE)
+    kept, allocations = reservation(Reserve(seats=2), Reserve(seats=3), NONE)
     for _ in range(5):
-        holdings.occupy(make_job(2), 16)
+        allocations.occupy(make_job(2), 16)
     assert not kept.admits_level(2, 16) and kept.admits_level(1, 16)
     for _ in range(3):
-        holdings.occupy(make_job(1), 16)
+        allocations.occupy(make_job(1), 16)
     assert not kept.admits_level(1, 16) and kept.admits_level(0, 16)
     assert kept.shortage(1, 16) == Need(1, 0)
     assert kept.shortage(2, 16) == Need(1, 0) and kept.shortage(0, 16) == Need(0, 0)
 
 
 def test_single_request_may_exceed_its_block_limit() -> None:
-    kept, holdings = reservation(Reserve(kv=0.5), NONE)
+    kept, allocations = reservation(Reserve(kv=0.5), NONE)
     assert kept.admits_level(1, 16 * 90)
-    holdings.occupy(make_job(1), 16 * 90)
+    allocations.occupy(make_job(1), 16 * 90)
     assert not kept.admits_level(1, 16) and kept.level_over_limit() is None
-    holdings.occupy(make_job(1), 16)
+    allocations.occupy(make_job(1), 16)
     assert kept.level_over_limit() == 0
 
 
 def test_borrowers_are_found_until_enough_is_returned() -> None:
-    kept, holdings = reservation(Reserve(seats=4, mode="soft"), NONE, NONE)
+    kept, allocations = reservation(Reserve(seats=4, mode="soft"), NONE, NONE)
     jobs = [make_job(2) for _ in range(8)]
     for job in jobs:
         assert kept.admits_level(2, 16)
-        holdings.occupy(job, 16)
+        allocations.occupy(job, 16)
     assert kept.lent(0) and not kept.lent(1)
     borrowed = kept.borrowed_from(0)
     assert [borrowed(job) for job in jobs] == [True, True] + [False] * 6
-    holdings.release(jobs[0])
-    holdings.release(jobs[1])
+    allocations.release(jobs[0])
+    allocations.release(jobs[1])
     assert kept.borrowed_from(0) is None
 
 
@@ -157,11 +159,13 @@ def test_policy_whose_reservations_are_too_large_changes_nothing() -> None:
 
 def test_a_group_may_have_one_request_of_any_size() -> None:
     limit = Limit(Scope.TENANT, seats=2, kv=10)
-    assert limit.admits(Held(), blocks=99)
-    assert limit.admits(Held(seats=1, blocks=4), blocks=6)
-    assert not limit.admits(Held(seats=1, blocks=5), blocks=6)
-    assert not limit.admits(Held(seats=2), blocks=1)
-    assert not limit.exceeded_by(Held(seats=1, blocks=99)) and limit.exceeded_by(Held(2, 11))
+    assert limit.admits(Allocation(), blocks=99)
+    assert limit.admits(Allocation(seats=1, blocks=4), blocks=6)
+    assert not limit.admits(Allocation(seats=1, blocks=5), blocks=6)
+    assert not limit.admits(Allocation(seats=2), blocks=1)
+    assert not limit.exceeded_by(Allocation(seats=1, blocks=99)) and limit.exceeded_by(
+        Allocation(2, 11)
+    )
 
 
 def test_one_table_has_the_limits_of_tiers_tenants_and_queues() -> None:
@@ -174,9 +178,9 @@ def test_one_table_has_the_limits_of_tiers_tenants_and_queues() -> None:
         tenants={"fair": True, "seats": 0.25, "kv": 0.5},
         admission={"queue": {"requests": 9}, "tenant": {"requests": 3}},
     )
-    holdings = Holdings(2)
-    holdings.capacity = CAPACITY
-    table = Limits(PolicyRef(policy), holdings).table
+    allocations = Allocations(2)
+    allocations.capacity = CAPACITY
+    table = Limits(PolicyRef(policy), allocations).table
     assert table.hard[0] == Limit(Scope.LESS_URGENT, seats=6)
     assert table.tiers == [Limit(Scope.TIER), Limit(Scope.TIER, queued=7)]
     assert table.tenant == Limit(Scope.TENANT, seats=2, kv=50, queued=3)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 
 from vllm_semantic_sched.engine.guard import logger
-from vllm_semantic_sched.engine.http.incoming import ServerState
 from vllm_semantic_sched.engine.http.middleware import Refusals
-from vllm_semantic_sched.engine.http.preparation import LARGEST_BODY, GlanceRules, UrgentFirst
+from vllm_semantic_sched.engine.http.preparation import LARGEST_BODY, PreviewRules, UrgentFirst
+from vllm_semantic_sched.engine.http.request_context import ServerState
 from vllm_semantic_sched.fleet.annotate.annotator import Annotator
 from vllm_semantic_sched.policy.config import Policy, parse_policy
 from vllm_semantic_sched.predict.instant import InstantReader
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.engine
 CASES = 20_000
 LOOP = asyncio.new_event_loop()
 INSTANT = InstantReader.load()
-RULES = GlanceRules(parse_policy({"tenants": {"fair": True}}), INSTANT)
+RULES = PreviewRules(parse_policy({"tenants": {"fair": True}}), INSTANT)
 
 texts = st.one_of(
     st.text(max_size=40),

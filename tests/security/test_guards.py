@@ -13,8 +13,8 @@ from vllm.sampling_params import SamplingParams
 from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.engine import vllm_api
 from vllm_semantic_sched.engine.http import middleware, preparation
-from vllm_semantic_sched.engine.http.incoming import ServerState
-from vllm_semantic_sched.engine.http.preparation import GlanceRules
+from vllm_semantic_sched.engine.http.preparation import PreviewRules
+from vllm_semantic_sched.engine.http.request_context import ServerState
 from vllm_semantic_sched.engine.kv.connector import SemanticSwapConnector
 from vllm_semantic_sched.engine.metrics import stat_logger
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
@@ -233,7 +233,7 @@ class DoorServer:
         parallel = SimpleNamespace(
             data_parallel_size=2, data_parallel_size_local=2, local_engines_only=False
         )
-        rules = GlanceRules(Policy(), InstantReader.load())
+        rules = PreviewRules(Policy(), InstantReader.load())
         self.state = SimpleNamespace(
             semsched=ServerState(rules=rules, routes=True),
             engine_client=self,
@@ -273,12 +273,12 @@ async def ask(server: DoorServer, body: bytes, path: str = "/v1/completions") ->
 AT_THE_DOOR = [
     (middleware, "add_routes"),
     (middleware, "watch"),
-    (middleware.Incoming, "of"),
+    (middleware.RequestContext, "of"),
     (middleware.Unauthorized, "__call__"),
     (middleware.Dispatch, "_place"),
     (preparation, "state_of"),
     (preparation, "asks_for_completion"),
-    (preparation.GlanceRules, "glance"),
+    (preparation.PreviewRules, "glance"),
     (preparation.PreparationQueue, "enter"),
     (preparation.PreparationQueue, "leave"),
     (preparation.SemanticStatLogger, "in_api_server"),

@@ -13,8 +13,8 @@ import vllm.entrypoints
 from fastapi import FastAPI
 from vllm.sampling_params import SamplingParams
 
-from vllm_semantic_sched.engine.http.incoming import ServerState
 from vllm_semantic_sched.engine.http.middleware import Middleware
+from vllm_semantic_sched.engine.http.request_context import ServerState
 
 pytestmark = pytest.mark.engine
 

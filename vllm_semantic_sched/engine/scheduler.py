@@ -177,8 +177,8 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             protection.unsafe = True
             logger.warning("Semantic scheduling: protect is off, because of %s.", reason)
         if policy.profile != AUTO:
-            for doubt in profile.doubts(self.max_model_len):
-                logger.warning("Semantic scheduling: %s.", doubt)
+            for warning in profile.warnings(self.max_model_len):
+                logger.warning("Semantic scheduling: %s.", warning)
 
     # vLLM's interface
 

@@ -201,11 +201,11 @@ def _import_problem() -> str | None:
 
 def check_profile(profile: EngineProfile) -> Iterator[Finding]:
     """Warnings that a server would log about an engine profile."""
-    doubts = profile.doubts(0)  # those that a server would log; the context length is not known
-    for doubt in doubts:
-        text, _, advice = doubt.partition(". ")
+    warnings = profile.warnings(0)  # those that a server would log; the context length is not known
+    for warning in warnings:
+        text, _, advice = warning.partition(". ")
         yield Finding("warning", "profile", text, advice)
-    if not doubts:
+    if not warnings:
         yield Finding("ok", "profile", f"{profile.hardware}, {profile.model}")
 
 

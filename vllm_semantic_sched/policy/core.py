@@ -22,9 +22,9 @@ from vllm_semantic_sched.policy.facts.job import (
 )
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.holds.budget import Protection
-from vllm_semantic_sched.policy.levels import Levels
+from vllm_semantic_sched.policy.levels import LevelDecider
 from vllm_semantic_sched.policy.order.inversions import Inversions
-from vllm_semantic_sched.policy.order.queues import QueueRules
+from vllm_semantic_sched.policy.order.queues import OrderingRules
 from vllm_semantic_sched.policy.order.running import RunningSet
 from vllm_semantic_sched.policy.order.seating import Seating
 from vllm_semantic_sched.policy.order.tenants import ANONYMOUS
@@ -82,11 +82,11 @@ class SchedulingCore:
         self.estimates.buckets = buckets
         self.protection = Protection(self.policy_ref, lambda: self.estimates.scale.certain)
         self.seating = Seating(self.policy_ref, self.estimates)
-        self.waiting, self.holdings = self.seating.waiting, self.seating.holdings
+        self.waiting, self.allocations = self.seating.waiting, self.seating.allocations
         self.running = RunningSet(lambda: self.estimates.scale.given.gamma2)
         self.eviction = Eviction(self.running, self.seating, self.estimates.rank_seconds)
         self.lifecycle = Lifecycle(clock, on_error)
-        self.levels = Levels(self.seating, self.lifecycle)
+        self.levels = LevelDecider(self.seating, self.lifecycle)
         self.overload: OverloadControl | None = None  # see `set_capacity`
         self.on_error = on_error
         self.sharing = PrefillSharing(self.running, self.waiting)
@@ -95,7 +95,7 @@ class SchedulingCore:
         self.was_first: Job | None = None  # that step kept a seat for it
         # Waiting jobs whose KV is on the device or on its way there: by rank alone, no limits.
         self._rank_only = PolicyRef(_by_rank(policy))
-        self.with_kv = WaitingQueue(QueueRules(self._rank_only, self.estimates))
+        self.with_kv = WaitingQueue(OrderingRules(self._rank_only, self.estimates))
         self._sequence = itertools.count()
         self.outdated: list[Job] = []  # may still be ranked by the previous policy
 
@@ -536,7 +536,7 @@ class SchedulingCore:
 
     def requests(self, level: int) -> int:
         """Number of requests of a level, running and waiting."""
-        return self.holdings.levels[level].seats + self.lifecycle.waiting(level)
+        return self.allocations.levels[level].seats + self.lifecycle.waiting(level)
 
     @property
     def may_hold(self) -> bool:

@@ -11,7 +11,7 @@ from vllm_semantic_sched.policy.order.seating import Seating
 from vllm_semantic_sched.policy.record.lifecycle import NOTHING, Lifecycle
 
 
-class Levels:
+class LevelDecider:
     """Decides levels; whoever has the job stores it again, because its rank has changed."""
 
     def __init__(self, seating: Seating, lifecycle: Lifecycle) -> None:

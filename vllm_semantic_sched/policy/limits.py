@@ -19,7 +19,13 @@ from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.reference import Derived, PolicyRef
 from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.config.tiers import Tier
-from vllm_semantic_sched.policy.facts.capacity import AHEAD, EngineCapacity, Held, Holdings, Need
+from vllm_semantic_sched.policy.facts.capacity import (
+    AHEAD,
+    Allocation,
+    Allocations,
+    EngineCapacity,
+    Need,
+)
 from vllm_semantic_sched.policy.facts.job import Job
 
 
@@ -40,13 +46,13 @@ class Limit(NamedTuple):
     kv: float = math.inf  # blocks
     queued: float = math.inf  # requests that wait for a first seat
 
-    def admits(self, held: Held, blocks: int) -> bool:
+    def admits(self, held: Allocation, blocks: int) -> bool:
         """Whether a group that holds this much may have one more request, with so many blocks."""
         if held.seats + 1 > self.seats:
             return False
         return not held.seats or held.blocks + blocks <= self.kv
 
-    def exceeded_by(self, held: Held) -> bool:
+    def exceeded_by(self, held: Allocation) -> bool:
         """Whether several requests of a group hold more KV than it may."""
         return held.seats > 1 and held.blocks > self.kv
 
@@ -68,12 +74,12 @@ class LimitTable(NamedTuple):
 
 
 class Limits:
-    """Applies the limits of the policy in force to what `holdings` say that each group has.
+    """Applies the limits of the policy in force to what `allocations` say that each group has.
     Operations are at most O(tiers squared), and O(1) without limits."""
 
-    def __init__(self, ref: PolicyRef, holdings: Holdings) -> None:
+    def __init__(self, ref: PolicyRef, allocations: Allocations) -> None:
         self._ref = ref
-        self.holdings = holdings
+        self.allocations = allocations
         self.derived = Derived(ref, self.check)
         self.capacity_known()
 
@@ -84,7 +90,7 @@ class Limits:
 
     def check(self, policy: Policy) -> LimitTable:
         """The limits under a policy; errors as in `capacity_known`."""
-        tiers, capacity = policy.all_tiers, self.holdings.capacity
+        tiers, capacity = policy.all_tiers, self.allocations.capacity
         hard = soft = [_UNRESERVED] * len(tiers)
         if capacity is not None:
             hard = _reserved(tiers, capacity, hard_only=True)
@@ -112,7 +118,7 @@ class Limits:
         table = self.derived.table
         if not table.reserves_hard:
             return True
-        blocks, below = self._blocks_for(tokens), self.holdings.below
+        blocks, below = self._blocks_for(tokens), self.allocations.below
         return all(table.hard[above].admits(below[above], blocks) for above in range(level))
 
     def admits_tenant(self, job: Job) -> bool:
@@ -120,7 +126,7 @@ class Limits:
         table = self.derived.table
         if not table.caps_tenants:
             return True
-        held = self.holdings.tenants.get(job.tenant)
+        held = self.allocations.tenants.get(job.tenant)
         return held is None or table.tenant.admits(held, self._blocks_for(job.tokens + AHEAD))
 
     def level_over_limit(self) -> int | None:
@@ -128,7 +134,7 @@ class Limits:
         table = self.derived.table
         if not table.reserves_hard:
             return None
-        for level, (limit, held) in enumerate(zip(table.hard, self.holdings.below, strict=True)):
+        for level, (limit, held) in enumerate(zip(table.hard, self.allocations.below, strict=True)):
             if held.seats > limit.seats or limit.exceeded_by(held):
                 return level
         return None
@@ -138,7 +144,7 @@ class Limits:
         limit = self.derived.table.tenant
         if limit.kv == math.inf:
             return None
-        tenants = self.holdings.tenants.items()
+        tenants = self.allocations.tenants.items()
         return next((name for name, held in tenants if limit.exceeded_by(held)), None)
 
     # Reservations that others have borrowed
@@ -174,13 +180,13 @@ class Limits:
         if table.reserves_hard:
             wanted = self._blocks_for(tokens)
             for above in range(level):
-                limit, held = table.hard[above], self.holdings.below[above]
+                limit, held = table.hard[above], self.allocations.below[above]
                 seats = max(seats, held.seats + 1 - limit.seats)
                 blocks = max(blocks, held.blocks + wanted - limit.kv)
         return Need(math.ceil(seats), math.ceil(blocks))
 
     def _blocks_for(self, tokens: int) -> int:
-        capacity = self.holdings.capacity
+        capacity = self.allocations.capacity
         return capacity.blocks_for(tokens) if capacity is not None else 0
 
     def _excess(self, level: int) -> Iterator[tuple[int, float, float]]:
@@ -188,7 +194,7 @@ class Limits:
         urgent tiers exceed their limit."""
         tiers = self._ref.policy.all_tiers
         for above, limit in enumerate(self.derived.table.soft[level:], start=level):
-            reserve, held = tiers[above].reserve, self.holdings.below[above]
+            reserve, held = tiers[above].reserve, self.allocations.below[above]
             if reserve.seats or reserve.kv:
                 yield above, held.seats - limit.seats, held.blocks - limit.kv
 

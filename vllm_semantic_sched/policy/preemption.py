@@ -480,8 +480,8 @@ class Eviction:
 
     def _affordable_seconds(self, job: Job, need: Need) -> float:
         """Engine time that a victim for `job` may cost."""
-        holdings, worth = self._seating.holdings, self._seating.worth
-        levels, seats = holdings.levels, len(holdings)
+        allocations, worth = self._seating.allocations, self._seating.worth
+        levels, seats = allocations.levels, len(allocations)
         blocks = sum(held.blocks for held in levels)
         lost = sum(each * held.seats for each, held in zip(worth.lost, levels, strict=True))
         # Running jobs that must end by themselves to make the room.

@@ -13,7 +13,7 @@ from metrics_page import wait_until
 from vllm_semantic_sched.engine.http import admin
 from vllm_semantic_sched.engine.http.admin import probes, router
 from vllm_semantic_sched.engine.http.commands import UTILITY
-from vllm_semantic_sched.engine.http.incoming import state_of
+from vllm_semantic_sched.engine.http.request_context import state_of
 from vllm_semantic_sched.engine.startup import settings as startup
 from vllm_semantic_sched.engine.startup.settings import PolicyFile
 from vllm_semantic_sched.policy.config.overload import Events

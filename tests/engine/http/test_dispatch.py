@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_semantic_sched.engine.guard import logger
-from vllm_semantic_sched.engine.http import dispatch, siblings
-from vllm_semantic_sched.engine.http.incoming import ServerState
+from vllm_semantic_sched.engine.http import dispatch, peer_servers
 from vllm_semantic_sched.engine.http.middleware import Refusals
-from vllm_semantic_sched.engine.http.preparation import GlanceRules, UrgentFirst
-from vllm_semantic_sched.engine.http.siblings import Siblings, join_siblings
+from vllm_semantic_sched.engine.http.peer_servers import PeerServers, join_peers
+from vllm_semantic_sched.engine.http.preparation import PreviewRules, UrgentFirst
+from vllm_semantic_sched.engine.http.request_context import ServerState
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.vllm_api import RANK, engine_count
 from vllm_semantic_sched.policy.config import Policy, parse_policy
@@ -44,8 +44,8 @@ class Server:
         )
         if rules:
             self.state.semsched = ServerState(
-                rules=GlanceRules(parse_policy(policy), None),
-                siblings=join_siblings(self.state.vllm_config, LEVELS),
+                rules=PreviewRules(parse_policy(policy), None),
+                peers=join_peers(self.state.vllm_config, LEVELS),
             )
         self.ranks = []
         self.finish = asyncio.Event()
@@ -180,7 +180,7 @@ def test_vllm_spreads_several_answers_to_one_request() -> None:
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Where the API servers share their memory."""
-    monkeypatch.setattr(siblings, "own_folder", lambda: tmp_path)
+    monkeypatch.setattr(peer_servers, "own_folder", lambda: tmp_path)
     return tmp_path
 
 
@@ -198,7 +198,7 @@ def test_api_servers_count_each_others_requests(folder) -> None:
 
 
 def test_without_shared_memory_server_counts_own_requests(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(siblings, "own_folder", lambda: None)
+    monkeypatch.setattr(peer_servers, "own_folder", lambda: None)
     monkeypatch.setattr(logger, "propagate", True)
 
     async def case():
@@ -217,7 +217,7 @@ EVENTS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)) | st.integers(
 def test_no_engine_has_fewer_requests_as_urgent_of_all_servers(engines, events) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "counts"
-        servers = [Siblings(path, 3, rank, engines, 4) for rank in range(3)]
+        servers = [PeerServers(path, 3, rank, engines, 4) for rank in range(3)]
         placements = [Placement(engines, 4) for _ in servers]
         in_flight = []
         for event in events:
@@ -238,9 +238,9 @@ def test_no_engine_has_fewer_requests_as_urgent_of_all_servers(engines, events) 
 
 
 def test_shared_file_is_gone_when_all_servers_have_it(folder) -> None:
-    first = Siblings(folder / "counts", 2, 0, 2, 3)
+    first = PeerServers(folder / "counts", 2, 0, 2, 3)
     assert list(folder.iterdir())
-    second = Siblings(folder / "counts", 2, 1, 2, 3)
+    second = PeerServers(folder / "counts", 2, 1, 2, 3)
     assert not list(folder.iterdir())
     first.add(1, 1, 5)
     assert second.others() == [[0, 0, 0], [0, 5, 5]]
@@ -248,7 +248,7 @@ def test_shared_file_is_gone_when_all_servers_have_it(folder) -> None:
 
 
 def test_reload_is_told_to_the_other_servers_once(folder) -> None:
-    first, second, third = (Siblings(folder / "counts", 3, rank, 1, 1) for rank in range(3))
+    first, second, third = (PeerServers(folder / "counts", 3, rank, 1, 1) for rank in range(3))
     first.tell_reload()
     assert not first.has_reload()
     assert second.has_reload() and third.has_reload()

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_semantic_sched.engine.http.incoming import Incoming, ServerState, incoming
 from vllm_semantic_sched.engine.http.middleware import Refusals
 from vllm_semantic_sched.engine.http.preparation import (
     LARGEST_BODY,
-    GlanceRules,
+    PreviewRules,
     UrgentFirst,
     adopt_rules,
     read_user,
 )
+from vllm_semantic_sched.engine.http.request_context import RequestContext, ServerState, incoming
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.predict.instant import InstantReader
 
@@ -25,7 +25,7 @@ POLICY = parse_policy({"levels": 5, "default_level": 2})
 
 @pytest.fixture(scope="module")
 def rules():
-    return GlanceRules(POLICY, InstantReader.load())
+    return PreviewRules(POLICY, InstantReader.load())
 
 
 def body(level=None, text="hello", **more):
@@ -183,7 +183,7 @@ def test_client_that_leaves_while_waiting_gives_up_its_turn(rules) -> None:
     ],
 )
 def test_level_of_a_body(rules, raw, level) -> None:
-    assert rules.glance(raw).level == level
+    assert rules.preview(raw).level == level
 
 
 @pytest.mark.parametrize(
@@ -199,13 +199,13 @@ def test_level_of_a_body(rules, raw, level) -> None:
     ],
 )
 def test_level_of_a_priority_header(rules, header, raw, level) -> None:
-    request = Incoming.of({"headers": [(b"x-vllm-priority", header)]})
-    assert rules.glance(raw, request.priority).level == level
+    request = RequestContext.of({"headers": [(b"x-vllm-priority", header)]})
+    assert rules.preview(raw, request.priority).level == level
 
 
 def test_hints_are_honored_as_far_as_the_policy_allows(rules) -> None:
     ignoring = parse_policy({"hints": {"urgency": "ignore", "priority": "ignore"}})
-    assert GlanceRules(ignoring, None).glance(body(0)).level == ignoring.default_level
+    assert PreviewRules(ignoring, None).preview(body(0)).level == ignoring.default_level
 
 
 def test_text_of_a_chat_is_what_the_user_says() -> None:

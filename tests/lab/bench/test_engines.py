@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_semantic_sched.engine.http.incoming import PLACEMENT_HEADER
+from vllm_semantic_sched.engine.http.request_context import PLACEMENT_HEADER
 from vllm_semantic_sched.lab.bench import engines, schedulers
 from vllm_semantic_sched.lab.bench.client import Progress, Record
 from vllm_semantic_sched.lab.bench.engines import OURS, STOCK, Burst

@@ -1,4 +1,4 @@
-"""Holdings of jobs, levels and tenants."""
+"""Allocations of jobs, levels and tenants."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job
 
-from vllm_semantic_sched.policy.facts.capacity import EngineCapacity, Holdings
+from vllm_semantic_sched.policy.facts.capacity import Allocations, EngineCapacity
 
 LEVELS = 3
 actions = st.lists(
@@ -21,8 +21,8 @@ actions = st.lists(
 
 @given(actions)
 def test_totals_are_sums_over_the_jobs_with_seats(actions) -> None:
-    holdings = Holdings(LEVELS)
-    holdings.capacity = EngineCapacity(seats=8, blocks=100, block_size=16)
+    allocations = Allocations(LEVELS)
+    allocations.capacity = EngineCapacity(seats=8, blocks=100, block_size=16)
     blocks, expected = {}, {}
     for action, pick, tokens in actions:
         if action == "take":
@@ -32,40 +32,40 @@ def test_totals_are_sums_over_the_jobs_with_seats(actions) -> None:
         else:
             continue
         if action in ("take", "grow"):
-            holdings.occupy(job, tokens)
+            allocations.occupy(job, tokens)
             blocks[job] = -(-tokens // 16)
             expected.setdefault(job, 0)
         elif action == "expect":
-            holdings.expect(job, tokens)
+            allocations.expect(job, tokens)
             expected[job] = tokens
         elif action == "release":
-            holdings.release(job)
-            holdings.release(job)  # the second is a no-op
+            allocations.release(job)
+            allocations.release(job)  # the second is a no-op
             del blocks[job], expected[job]
         else:
             before, job.level = job.level, pick % LEVELS
-            holdings.relevel(job, before)
+            allocations.relevel(job, before)
 
-        assert len(holdings) == len(blocks)
+        assert len(allocations) == len(blocks)
         seats = Counter(job.level for job in blocks)
         for level in range(LEVELS):
-            held = holdings.levels[level]
+            held = allocations.levels[level]
             here = [job for job in blocks if job.level == level]
             assert held.seats == seats[level]
             assert held.blocks == sum(blocks[job] for job in here)
             assert held.tokens == sum(expected[job] for job in here)
-            below = holdings.below[level]
+            below = allocations.below[level]
             assert below.seats == sum(count for other, count in seats.items() if other > level)
             assert below.blocks == sum(blocks[job] for job in blocks if job.level > level)
         by_tenant = Counter(job.tenant for job in blocks)
-        assert {tenant: held.seats for tenant, held in holdings.tenants.items()} == by_tenant
+        assert {tenant: held.seats for tenant, held in allocations.tenants.items()} == by_tenant
         assert all(job.seat.blocks == count for job, count in blocks.items())
 
 
 def test_jobs_hold_no_blocks_without_a_known_capacity() -> None:
-    holdings = Holdings(LEVELS)
+    allocations = Allocations(LEVELS)
     job = make_job(1, tenant="a")
-    holdings.occupy(job, 100)
-    assert holdings.levels[1].seats == 1 and job.seat.blocks == 0
-    holdings.expect(make_job(0), 100)  # has no seat
-    assert holdings.levels[0].tokens == 0 and "b" not in holdings.tenants
+    allocations.occupy(job, 100)
+    assert allocations.levels[1].seats == 1 and job.seat.blocks == 0
+    allocations.expect(make_job(0), 100)  # has no seat
+    assert allocations.levels[0].tokens == 0 and "b" not in allocations.tenants

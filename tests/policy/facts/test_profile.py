@@ -75,10 +75,10 @@ def test_prefill_alone_is_the_sum_of_its_steps(tokens) -> None:
 
 
 def test_warning_about_longer_sequences_names_both_lengths() -> None:
-    (doubt,) = MEASURED.doubts(32_768)
+    (doubt,) = MEASURED.warnings(32_768)
     assert "4000" in doubt and "32768" in doubt
-    assert MEASURED.doubts(4096) == []
-    (unmeasured,) = PLAIN.doubts(512)
+    assert MEASURED.warnings(4096) == []
+    (unmeasured,) = PLAIN.warnings(512)
     assert "semsched profile" in unmeasured and "A100" in unmeasured
 
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import make_job, policy_ref, seated
 
-from vllm_semantic_sched.policy.facts.capacity import AHEAD, Holdings
-from vllm_semantic_sched.policy.order.meter import Meter
-from vllm_semantic_sched.policy.order.queues import QueueRules
+from vllm_semantic_sched.policy.facts.capacity import AHEAD, Allocations
+from vllm_semantic_sched.policy.order.meter import UsageMeter
+from vllm_semantic_sched.policy.order.queues import OrderingRules
 from vllm_semantic_sched.policy.profile.formula import load_profile
 
 PROFILE = load_profile("default")
@@ -22,12 +22,12 @@ PROFILE = load_profile("default")
 def test_reported_kv_covers_actual_kv_and_charges_add_up(lives, per_step) -> None:
     charged: dict = {}
     reported: dict = {}
-    holdings = Holdings(5)
-    holdings.occupy = reported.__setitem__
-    meter = Meter(
+    allocations = Allocations(5)
+    allocations.occupy = reported.__setitem__
+    meter = UsageMeter(
         lambda: PROFILE,
         lambda job, seconds: charged.__setitem__(job, charged.get(job, 0.0) + seconds),
-        holdings,
+        allocations,
     )
     meter.tokens_per_step = per_step
     jobs = [(make_job(computed=100), start, length) for start, length in lives]
@@ -52,7 +52,7 @@ def test_reported_kv_covers_actual_kv_and_charges_add_up(lives, per_step) -> Non
 
 def test_running_jobs_share_the_time_of_a_step() -> None:
     charged = {}
-    meter = Meter(lambda: PROFILE, charged.__setitem__, Holdings(5))
+    meter = UsageMeter(lambda: PROFILE, charged.__setitem__, Allocations(5))
     first, second = make_job(computed=100), make_job(computed=100)
     meter.start(seated(first))
     meter.start(seated(second))
@@ -65,7 +65,7 @@ def test_running_jobs_share_the_time_of_a_step() -> None:
 
 def test_interrupted_prefill_is_charged_in_part() -> None:
     seconds: list[float] = []
-    meter = Meter(lambda: PROFILE, lambda job, cost: seconds.append(cost), Holdings(5))
+    meter = UsageMeter(lambda: PROFILE, lambda job, cost: seconds.append(cost), Allocations(5))
     job = make_job(prompt_tokens=1000)
     meter.start(seated(job))
     job.computed = 400
@@ -76,8 +76,10 @@ def test_interrupted_prefill_is_charged_in_part() -> None:
 def test_charges_follow_the_correction_and_refunds_the_charge() -> None:
     charged: list[float] = []
     estimates = SimpleNamespace(profile=PROFILE, tokens=None)
-    rules = QueueRules(policy_ref(), estimates)
-    meter = Meter(lambda: estimates.profile, lambda job, cost: charged.append(cost), Holdings(5))
+    rules = OrderingRules(policy_ref(), estimates)
+    meter = UsageMeter(
+        lambda: estimates.profile, lambda job, cost: charged.append(cost), Allocations(5)
+    )
     job = make_job(prompt_tokens=1000)
     before = rules.admission_seconds(job)
     meter.start(seated(job))

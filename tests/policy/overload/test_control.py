@@ -430,17 +430,17 @@ class RandomRequests(RuleBasedStateMachine):
         assert {job for job in world.jobs if job in world.control.account.entries} == set(
             world.waiting
         )
-        assert world.core.holdings.all.queued == len(world.waiting)
+        assert world.core.allocations.all.queued == len(world.waiting)
         for level in range(3):
             there = sum(job.level == level for job in world.waiting)
-            assert world.core.holdings.levels[level].queued == there
+            assert world.core.allocations.levels[level].queued == there
 
     @invariant()
     def bounds_hold(self) -> None:
         world, seats = self.world, self.world.seats
         assert len(world.waiting) <= 5 + seats
         for level, bound in ((1, 4), (2, 3)):
-            assert world.core.holdings.levels[level].queued <= bound + seats
+            assert world.core.allocations.levels[level].queued <= bound + seats
 
     @invariant()
     def one_waits_per_key(self) -> None:
@@ -459,11 +459,11 @@ class RandomRequests(RuleBasedStateMachine):
         for job in [job for job in world.jobs if not job.state.is_end]:
             world.core.finish(job, AnswerEnd.ABORTED, JobState.CANCELLED, "abort")
         account, load = world.control.account, world.control.load
-        everyone = world.core.holdings.all
+        everyone = world.core.allocations.all
         assert not everyone.queued and not everyone.queued_tokens
         assert not account.entries and not list(account.timed_out(float("inf")))
         assert not len(world.control.dedup)
-        assert not sum(load.outstanding()) and not len(world.core.holdings)
+        assert not sum(load.outstanding()) and not len(world.core.allocations)
 
 
 RandomRequests.TestCase.settings = settings(max_examples=60, stateful_step_count=60)

@@ -19,10 +19,10 @@ from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Request
 from vllm_semantic_sched.engine.guard import logged, logger
 from vllm_semantic_sched.engine.http import pausing
 from vllm_semantic_sched.engine.http.commands import UTILITY
-from vllm_semantic_sched.engine.http.incoming import state_of
 from vllm_semantic_sched.engine.http.pausing import Reply, engine_of, show_paused
+from vllm_semantic_sched.engine.http.peer_servers import PeerServers, join_peers
 from vllm_semantic_sched.engine.http.preparation import adopt_rules
-from vllm_semantic_sched.engine.http.siblings import Siblings, join_siblings
+from vllm_semantic_sched.engine.http.request_context import state_of
 from vllm_semantic_sched.engine.live_policy import hangup_may_reload
 from vllm_semantic_sched.engine.startup.settings import PolicyFile, parse_settings
 from vllm_semantic_sched.engine.vllm_api import call_engines, engine_count, other_scheduler
@@ -91,9 +91,9 @@ def add_routes(app: FastAPI) -> None:
         logger.warning("Semantic scheduling is off: %s.", other)
     with logged("this API server does not know the others"):
         if state.rules:
-            state.siblings = join_siblings(app.state.vllm_config, state.rules.policy.levels)
-    if state.siblings is not None:
-        state.tasks["follow"] = asyncio.create_task(follow_reloads(app, state.siblings))
+            state.peers = join_peers(app.state.vllm_config, state.rules.policy.levels)
+    if state.peers is not None:
+        state.tasks["follow"] = asyncio.create_task(follow_reloads(app, state.peers))
     with logged("the policy file is not watched"):
         vllm_config = getattr(app.state, "vllm_config", None)
         settings = parse_settings(getattr(vllm_config, "additional_config", None))
@@ -105,20 +105,20 @@ def add_routes(app: FastAPI) -> None:
         loop.add_signal_handler(signal.SIGHUP, lambda: loop.create_task(_reload(app)))
 
 
-async def follow_reloads(app: FastAPI, siblings: Siblings) -> None:
+async def follow_reloads(app: FastAPI, peers: PeerServers) -> None:
     """Reload this server's rules after another API server has reloaded the policy."""
     while True:
         await asyncio.sleep(_FOLLOW_SECONDS)
-        if siblings.has_reload():
+        if peers.has_reload():
             await _follow(app)
 
 
 async def _adopt(app: FastAPI) -> None:
     """Load the rules of a policy that the engines have adopted, here and in other API servers."""
     await _follow(app)
-    siblings = state_of(app).siblings
-    if siblings is not None:
-        siblings.tell_reload()
+    peers = state_of(app).peers
+    if peers is not None:
+        peers.tell_reload()
 
 
 async def _follow(app: FastAPI) -> None:

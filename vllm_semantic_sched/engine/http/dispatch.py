@@ -6,8 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_semantic_sched.engine.guard import Guard
-from vllm_semantic_sched.engine.http.incoming import Incoming, incoming, state_of, tenant_arguments
-from vllm_semantic_sched.engine.http.siblings import Siblings
+from vllm_semantic_sched.engine.http.peer_servers import PeerServers
+from vllm_semantic_sched.engine.http.request_context import (
+    RequestContext,
+    incoming,
+    state_of,
+    tenant_arguments,
+)
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.requests.arrivals import pass_reading
 from vllm_semantic_sched.engine.vllm_api import RANK, engine_count, is_beam
@@ -22,7 +27,7 @@ class Dispatch:
     def __init__(self, app: Any) -> None:
         self._app = app
         self._placement = Placement(1, 1)
-        self._siblings: Siblings | None = None
+        self._peers: PeerServers | None = None
         self._guard = Guard(SemanticStatLogger.count_in_api_server)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
@@ -56,22 +61,22 @@ class Dispatch:
         if placed is None:
             return lambda: None
         kwargs[RANK] = placed.engine
-        placement, siblings = self._placement, self._siblings
+        placement, peers = self._placement, self._peers
         counting = self._guard("engine_counts")
         with counting:
-            if siblings is not None:
-                siblings.add(placed.engine, placed.level, 1)
+            if peers is not None:
+                peers.add(placed.engine, placed.level, 1)
 
         def ended() -> None:
             with counting:
                 placement.leave(placed)
-                if siblings is not None:
-                    siblings.add(placed.engine, placed.level, -1)
+                if peers is not None:
+                    peers.add(placed.engine, placed.level, -1)
 
         return ended
 
     def _place(
-        self, request: Incoming | None, params: Any, given: int | None, session: str
+        self, request: RequestContext | None, params: Any, given: int | None, session: str
     ) -> Placed | None:
         """Choose an engine, or count at the one that the client names (`given`). Under a canary a
         `session` stays with one policy."""
@@ -93,8 +98,8 @@ class Dispatch:
         if request is not None and request.level is not None:
             level = request.level
         if given is None:
-            if self._siblings is not None:
-                for engine, ahead in enumerate(self._siblings.others()):
+            if self._peers is not None:
+                for engine, ahead in enumerate(self._peers.others()):
                     self._placement.count_others(engine, ahead)
             return self._placement.place(level, among=among)
         # vLLM refuses the numbers of engines that do not exist.
@@ -105,9 +110,9 @@ class Dispatch:
         if (engines, levels) == (self._placement.engines, len(self._placement.ahead)):
             return
         self._placement = Placement(engines, levels)
-        siblings = state_of(self._app).siblings
-        fits = siblings is not None and siblings.shape == (engines, levels)
-        self._siblings = siblings if fits else None
+        peers = state_of(self._app).peers
+        fits = peers is not None and peers.shape == (engines, levels)
+        self._peers = peers if fits else None
 
 
 def _repeat_hints(hints: Mapping[str, Any], params: Any, kwargs: dict[str, Any]) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 from vllm_semantic_sched.engine.guard import guarded
 from vllm_semantic_sched.engine.http.admin import LONGEST_ID, add_routes
 from vllm_semantic_sched.engine.http.dispatch import Dispatch
-from vllm_semantic_sched.engine.http.incoming import Incoming, Message, incoming
 from vllm_semantic_sched.engine.http.preparation import UrgentFirst
+from vllm_semantic_sched.engine.http.request_context import Message, RequestContext, incoming
 from vllm_semantic_sched.engine.vllm_api import GenerationError, Unauthorized, encode_with_rank
 from vllm_semantic_sched.policy.overload.refusal import Refusal, refusal_of
 
@@ -38,7 +38,7 @@ class RequestRefused(GenerationError):
 
 def collect_refusals() -> list[Refusal]:
     """A list that gets the refusals of the request that this context answers from now on."""
-    incoming.set(request := Incoming())
+    incoming.set(request := RequestContext())
     return request.refusals
 
 
@@ -86,10 +86,10 @@ class Refusals:
         finally:
             incoming.reset(token)
 
-    @guarded(lambda *args: Incoming(tenant=""))  # no tenant of the client's choice
-    def _begin(self, scope: Any) -> Incoming:
+    @guarded(lambda *args: RequestContext(tenant=""))  # no tenant of the client's choice
+    def _begin(self, scope: Any) -> RequestContext:
         watch(scope["app"])
-        return Incoming.of(scope)
+        return RequestContext.of(scope)
 
 
 class _Response:

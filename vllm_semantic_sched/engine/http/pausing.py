@@ -7,7 +7,7 @@ from fastapi import APIRouter, Body, FastAPI, HTTPException, Request
 
 from vllm_semantic_sched.engine import vllm_api
 from vllm_semantic_sched.engine.guard import logged, logger
-from vllm_semantic_sched.engine.http.incoming import state_of
+from vllm_semantic_sched.engine.http.request_context import state_of
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 
 _LEASE = 600.0  # seconds after which a pause ends by itself

@@ -13,8 +13,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from vllm_semantic_sched.engine.guard import guarded, logged
-from vllm_semantic_sched.engine.http.incoming import Incoming, Message, incoming, state_of
 from vllm_semantic_sched.engine.http.preparation_queue import PreparationQueue
+from vllm_semantic_sched.engine.http.request_context import (
+    Message,
+    RequestContext,
+    incoming,
+    state_of,
+)
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.startup.settings import load_settings
 from vllm_semantic_sched.engine.vllm_api import other_scheduler
@@ -40,7 +45,7 @@ _TEXT_PARTS = (None, "text", "input_text", "message")
 Receive = Callable[[], Awaitable[Message]]
 
 
-class Glance(NamedTuple):
+class RequestPreview(NamedTuple):
     """What the body of an HTTP request says, before vLLM has prepared the request."""
 
     level: int  # by hint or reading, else the default level
@@ -51,7 +56,7 @@ class Glance(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GlanceRules:
+class PreviewRules:
     """How to tell the urgency of an HTTP request at a glance."""
 
     policy: Policy
@@ -73,15 +78,15 @@ class GlanceRules:
         reads = policy.reads(hinted=False) and predictor.has_instant_reader
         return cls(policy, InstantReader.load(predictor.model) if reads else None)
 
-    def glance(self, body: bytes | None, priority: int | None = None) -> Glance:
+    def preview(self, body: bytes | None, priority: int | None = None) -> RequestPreview:
         """Read an OpenAI request: as without any field if the body is no JSON object, or None: too
         large to parse twice. `priority`: of vLLM's header, which overrides the body's."""
         request = None
         with contextlib.suppress(ValueError, RecursionError):
             request = json.loads(body or b"")
-        return self.glance_at(request if isinstance(request, dict) else {}, priority)
+        return self.preview_of(request if isinstance(request, dict) else {}, priority)
 
-    def glance_at(self, request: dict[str, Any], priority: int | None = None) -> Glance:
+    def preview_of(self, request: dict[str, Any], priority: int | None = None) -> RequestPreview:
         """Read an OpenAI request, as parsed."""
         policy = self.policy
         user = request.get("user")
@@ -101,7 +106,7 @@ class GlanceRules:
             hints["urgency"] = extra["urgency"]
         if isinstance(priority, int):
             hints["priority"] = priority
-        return Glance(
+        return RequestPreview(
             level=level,
             reading=reading,
             user=user if isinstance(user, str) else None,
@@ -174,16 +179,16 @@ class UrgentFirst:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer an ASGI request in its turn, with what its body says noted on `incoming`."""
-        rules: GlanceRules | None = self._rules(scope)
+        rules: PreviewRules | None = self._rules(scope)
         request = incoming.get()
         if rules is None or request is None:
             await self._app(scope, receive, send)
             return
         body, receive = await read_ahead(receive)
-        glance = self._glance(rules, body, request.priority)
-        request.level, request.reading = glance.level, glance.reading
-        request.user, request.hints = glance.user, glance.hints
-        if glance.has_media:  # it would hold a slot while a picture is fetched
+        preview = self._preview(rules, body, request.priority)
+        request.level, request.reading = preview.level, preview.reading
+        request.user, request.hints = preview.user, preview.hints
+        if preview.has_media:  # it would hold a slot while a picture is fetched
             await self._app(scope, receive, send)
         else:
             await self._in_turn(request, scope, receive, send)
@@ -193,7 +198,7 @@ class UrgentFirst:
         """The rules for a request; None if it passes at once."""
         return state_of(scope["app"]).rules if asks_for_completion(scope) else None
 
-    async def _in_turn(self, request: Incoming, scope: Any, receive: Any, send: Any) -> None:
+    async def _in_turn(self, request: RequestContext, scope: Any, receive: Any, send: Any) -> None:
         loop = asyncio.get_running_loop()
         came = loop.time()
         turn = loop.create_future()
@@ -217,7 +222,7 @@ class UrgentFirst:
             await self._app(scope, receive, send)
 
     @guarded(lambda self, turn, *args: turn.set_result(None))
-    def _enter(self, turn: asyncio.Future[None], request: Incoming, came: float) -> None:
+    def _enter(self, turn: asyncio.Future[None], request: RequestContext, came: float) -> None:
         if self._queue.enter(turn, request.level or 0, came, request.tenant or request.user or ""):
             turn.set_result(None)
 
@@ -234,9 +239,11 @@ class UrgentFirst:
                 turn.set_result(None)
                 return
 
-    @guarded(lambda self, rules, *args: Glance(rules.policy.default_level))
-    def _glance(self, rules: GlanceRules, body: bytes | None, priority: int | None) -> Glance:
-        return rules.glance(body, priority)
+    @guarded(lambda self, rules, *args: RequestPreview(rules.policy.default_level))
+    def _preview(
+        self, rules: PreviewRules, body: bytes | None, priority: int | None
+    ) -> RequestPreview:
+        return rules.preview(body, priority)
 
 
 def adopt_rules(app: Any) -> None:
@@ -245,4 +252,4 @@ def adopt_rules(app: Any) -> None:
     state = state_of(app)
     with logged("the HTTP server's order of requests stays as it was"):
         vllm_config = getattr(app.state, "vllm_config", None)
-        state.rules = None if vllm_config is None else GlanceRules.load(vllm_config)
+        state.rules = None if vllm_config is None else PreviewRules.load(vllm_config)

@@ -163,7 +163,7 @@ def gauges_of(scheduler: MeasuredScheduler, event_log: EventLog | None) -> Gauge
 def describe(scheduler: MeasuredScheduler) -> dict[str, Any]:
     """The engine, its policy and the times of its latest steps, for the event log."""
     core = scheduler.core
-    capacity = core.holdings.capacity
+    capacity = core.allocations.capacity
     assert capacity is not None
     return {
         "seats": capacity.seats,
@@ -189,7 +189,7 @@ def _queues(core: SchedulingCore) -> Gauges:
     return {
         "tier_info": {(name, str(level)): 1.0 for level, name in enumerate(names)},
         "waiting_requests": _by_tier(core, lifecycle.waiting),
-        "running_requests": _by_tier(core, lambda level: core.holdings.levels[level].seats),
+        "running_requests": _by_tier(core, lambda level: core.allocations.levels[level].seats),
         "longest_wait_seconds": _by_tier(
             core, lambda level: round(lifecycle.longest_wait(level), 3)
         ),
@@ -215,7 +215,7 @@ def _seating(core: SchedulingCore, counters: Counters) -> Gauges:
         gauges["fair_share_deviation"] = _by_tier(core, deviation)
     if seating.limits.table.reserves:
         free_seats = {}
-        limits = zip(seating.limits.table.soft, core.holdings.below, strict=True)
+        limits = zip(seating.limits.table.soft, core.allocations.below, strict=True)
         for name, (limit, less_urgent) in zip(core.policy.tier_names, limits, strict=True):
             if limit.seats < math.inf:
                 free_seats[name] = limit.seats - less_urgent.seats
@@ -250,7 +250,7 @@ def _overload(core: SchedulingCore) -> Gauges:
         },
         "shed_tiers": float(sum(map(load.is_shed, range(len(names))))),
         "queued_tokens": _by_tier(
-            core, lambda level: round(core.holdings.levels[level].queued_tokens)
+            core, lambda level: round(core.allocations.levels[level].queued_tokens)
         ),
         "slo_compliance": promised(load.slo.compliance),
         "slo_headroom": promised(load.slo.headroom),

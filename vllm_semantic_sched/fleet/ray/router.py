@@ -4,8 +4,8 @@ import logging
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from vllm_semantic_sched.engine.http.incoming import Incoming
-from vllm_semantic_sched.engine.http.preparation import GlanceRules
+from vllm_semantic_sched.engine.http.preparation import PreviewRules
+from vllm_semantic_sched.engine.http.request_context import RequestContext
 from vllm_semantic_sched.engine.startup.settings import PolicyFile, parse_settings
 from vllm_semantic_sched.fleet.ray.choice import ReplicaChoice
 from vllm_semantic_sched.policy.config import Policy, load_policy
@@ -26,10 +26,10 @@ class UrgencyRouter(RequestRouter):
         """Called by Ray with `request_router_kwargs`: name or path of the replicas' policy. If it
         cannot be loaded, the default one is used: an exception would leave all requests waiting."""
         self._file: PolicyFile | None = None
-        self._rules = GlanceRules(Policy(), None)
+        self._rules = PreviewRules(Policy(), None)
         try:
             self._file = PolicyFile(parse_settings({"semantic_sched": {"policy": policy}}).policy)
-            self._rules = GlanceRules.of(load_policy(self._file.path))
+            self._rules = PreviewRules.of(load_policy(self._file.path))
         except Exception:
             logger.exception("Semantic scheduling: the router has no policy; hints only")
         self._choice = ReplicaChoice(self._rules.policy.levels)
@@ -95,7 +95,9 @@ class UrgencyRouter(RequestRouter):
         request = {name: getattr(body, name, None) for name in _FIELDS}
         given = getattr(more[0], "headers", None) if more else None
         headers = [(name.lower().encode(), text.encode()) for name, text in (given or {}).items()]
-        return self._rules.glance_at(request, Incoming.of({"headers": headers}).priority).level
+        return self._rules.preview_of(
+            request, RequestContext.of({"headers": headers}).priority
+        ).level
 
     def _reload(self, file: PolicyFile) -> None:
         try:
@@ -105,7 +107,7 @@ class UrgencyRouter(RequestRouter):
         except PolicyError as problem:
             logger.error("Semantic scheduling: the router keeps its policy: %s", problem)
             return
-        self._rules = GlanceRules(policy, self._rules.instant)
+        self._rules = PreviewRules(policy, self._rules.instant)
 
     def _report(self, doing: str) -> None:
         if doing not in self._failed:  # a traceback for every request would fill the log

@@ -14,13 +14,13 @@ from ray.serve.llm import LLMServer
 
 from vllm_semantic_sched.engine.guard import logged
 from vllm_semantic_sched.engine.http.admin import ask_engines, reload_engines
-from vllm_semantic_sched.engine.http.incoming import TENANT_HEADER, tenant_arguments
 from vllm_semantic_sched.engine.http.middleware import (
     STREAMED_ERROR,
     RequestRefused,
     collect_refusals,
     watch,
 )
+from vllm_semantic_sched.engine.http.request_context import TENANT_HEADER, tenant_arguments
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.startup.settings import PolicyFile, parse_settings
 from vllm_semantic_sched.fleet.ray.choice import STATS_KEY, load_of

@@ -37,7 +37,7 @@ class Need:
 
 
 @dataclass(slots=True)
-class Held:
+class Allocation:
     """What the jobs of a group, a level or a tenant, have."""
 
     seats: int = 0
@@ -58,7 +58,7 @@ class Held:
         self.queued_tokens = self.queued_tokens + tokens if self.queued else 0.0
 
 
-class Holdings:
+class Allocations:
     """Gives jobs their `seat` record, and sums up what they hold, in all, by level and by tenant.
     Changes are O(levels).
 
@@ -70,11 +70,11 @@ class Holdings:
 
     def __init__(self, levels: int) -> None:
         self.capacity: EngineCapacity | None = None  # until it is known, jobs count without blocks
-        self.all = Held()
-        self.levels = [Held() for _ in range(levels)]
+        self.all = Allocation()
+        self.levels = [Allocation() for _ in range(levels)]
         # What all jobs less urgent than each level hold; `tokens` stays 0.
-        self.below = [Held() for _ in range(levels)]
-        self.tenants: defaultdict[str, Held] = defaultdict(Held)
+        self.below = [Allocation() for _ in range(levels)]
+        self.tenants: defaultdict[str, Allocation] = defaultdict(Allocation)
 
     def __len__(self) -> int:
         return self.all.seats
@@ -102,7 +102,7 @@ class Holdings:
             self.forget(job.tenant)
 
     def relevel(self, job: Job, before: int) -> None:
-        """Move a job's holdings from level `before` to `job.level`."""
+        """Move a job's allocations from level `before` to `job.level`."""
         seat = job.seat
         if seat is not None:
             self._add_to_level(before, -1, -seat.blocks, -seat.expected)

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 
-from vllm_semantic_sched.policy.facts.capacity import AHEAD, Holdings
+from vllm_semantic_sched.policy.facts.capacity import AHEAD, Allocations
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job, Stint
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
 
-class Meter:
+class UsageMeter:
     """Follows jobs while they have a seat; `len` counts them.
 
-    A job is visited before it outgrows the KV that `holdings` know of, up to `AHEAD` tokens more
+    A job is visited before it outgrows the KV that `allocations` know of, up to `AHEAD` tokens more
     than it has. Engine seconds are charged after use, negative ones for a prefill that was charged
     on admission but not computed.
     """
@@ -20,13 +20,13 @@ class Meter:
         self,
         profile: Callable[[], EngineProfile],
         charge: Callable[[Job, float], None],
-        holdings: Holdings,
+        allocations: Allocations,
     ) -> None:
         self._profile = profile
         self.tokens_per_step = 1  # most output tokens of a job; more with speculative decoding
         self.idle = 0  # running jobs that get no token now, because they are held
         self._charge = charge
-        self._holdings = holdings
+        self._holdings = allocations
         self._step = 0
         self._due: AddressableHeap[Job] = AddressableHeap()
 

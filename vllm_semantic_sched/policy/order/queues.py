@@ -8,7 +8,7 @@ from typing import NamedTuple
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.reference import Derived, PolicyRef
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
-from vllm_semantic_sched.policy.facts.capacity import AHEAD, Holdings
+from vllm_semantic_sched.policy.facts.capacity import AHEAD, Allocations
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job, Rank, rank_of
 from vllm_semantic_sched.policy.limits import Limits
@@ -26,7 +26,7 @@ class Used(NamedTuple):
     shares: bool
 
 
-class QueueRules:
+class OrderingRules:
     """What counts in a queue besides the ranks of its jobs: offsets of the levels, and limits."""
 
     def __init__(self, ref: PolicyRef, estimates: Estimator) -> None:
@@ -35,10 +35,10 @@ class QueueRules:
         # A reload cannot change these two (`policy.live`).
         self.by_level = policy.uses_urgency  # whether the rank uses the level
         self.by_tenant = policy.tenants.fair  # the least served tenant goes first within a level
-        self.holdings = Holdings(policy.levels)
+        self.allocations = Allocations(policy.levels)
         self.overtaking = Overtaking(ref)
         self.fair_share = FairShare(ref)
-        self.limits = Limits(ref, self.holdings)
+        self.limits = Limits(ref, self.allocations)
         self.kv_peak = KvPeak(ref, estimates.tokens)
         self.used = Derived(ref, _used)
         self._estimates = estimates
@@ -85,7 +85,7 @@ class TenantQueue:
     """Waiting jobs of one level and tenant: those of known level in a heap by rank, those without a
     prediction yet in a buffer in arrival order, at a default rank. All operations are O(log n)."""
 
-    def __init__(self, rules: QueueRules) -> None:
+    def __init__(self, rules: OrderingRules) -> None:
         self._rules = rules
         self._heap: AddressableHeap[Job] = AddressableHeap()
         self.buffer: dict[Job, None] = {}
@@ -136,7 +136,7 @@ class TenantQueue:
 class LevelQueue:
     """All waiting jobs of one level, in one queue or one per tenant."""
 
-    def __init__(self, rules: QueueRules) -> None:
+    def __init__(self, rules: OrderingRules) -> None:
         self._rules = rules
         self._by_tenant = rules.by_tenant
         self._queues: dict[str, TenantQueue] = {}

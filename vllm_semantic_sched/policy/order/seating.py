@@ -10,13 +10,13 @@ from vllm_semantic_sched.policy.facts.capacity import AHEAD, EngineCapacity, Nee
 from vllm_semantic_sched.policy.facts.job import Charge, Job
 from vllm_semantic_sched.policy.order.credit import CreditTimers
 from vllm_semantic_sched.policy.order.inversions import Inversions
-from vllm_semantic_sched.policy.order.meter import Meter
-from vllm_semantic_sched.policy.order.queues import QueueRules
+from vllm_semantic_sched.policy.order.meter import UsageMeter
+from vllm_semantic_sched.policy.order.queues import OrderingRules
 from vllm_semantic_sched.policy.order.tenants import TopLevelGuard
 from vllm_semantic_sched.policy.order.waiting import WaitingQueue
 
 
-class Seating(QueueRules):
+class Seating(OrderingRules):
     """Follows jobs through the queue and their seats, and rules the order of the queue. A job that
     is taken out of the queue either starts within the same step or, not ready, returns."""
 
@@ -25,14 +25,14 @@ class Seating(QueueRules):
         self.credits = CreditTimers(ref)
         self.top_levels = TopLevelGuard(ref)
         self.inversions: Inversions | None = None  # see `SchedulingCore.watch_order`
-        self.meter = Meter(lambda: estimates.profile, self._charge, self.holdings)
+        self.meter = UsageMeter(lambda: estimates.profile, self._charge, self.allocations)
         self.waiting = WaitingQueue(self)
         self._worth = Derived(ref, level_worth)
         self._watches_waiting = Derived(ref, _watches_waiting)
 
     def set_capacity(self, capacity: EngineCapacity, tokens_per_step: int) -> None:
         """See `SchedulingCore.set_capacity`."""
-        self.holdings.capacity = capacity
+        self.allocations.capacity = capacity
         self.limits.capacity_known()
         self.kv_peak.set_capacity(capacity)
         self.meter.tokens_per_step = tokens_per_step
@@ -76,7 +76,7 @@ class Seating(QueueRules):
         if charge is not None:
             self.overtaking.withdrawn(charge.overtook, charge.credit)
             self._charge(job, -charge.seconds, charge.level, to_tenant=not job.preemptions)
-        self.holdings.release(job)
+        self.allocations.release(job)
         if self.used.table.kv_peak:
             self.kv_peak.discard(job)
         self._start_timers(job)
@@ -109,7 +109,7 @@ class Seating(QueueRules):
         self.credits.stop(job)
         if job.seat is not None and job.seat.stint is not None:
             self.meter.stop(job)
-        self.holdings.release(job)
+        self.allocations.release(job)
         if self.used.table.kv_peak:
             self.kv_peak.discard(job)
         if job.credit is not None:
@@ -118,7 +118,7 @@ class Seating(QueueRules):
 
     def relevel(self, job: Job, before: int) -> None:
         """Record that a job's level was `before` and has changed."""
-        self.holdings.relevel(job, before)
+        self.allocations.relevel(job, before)
         if job in self.waiting:
             self._start_timers(job)
 
@@ -166,7 +166,7 @@ class Seating(QueueRules):
     def _admit(self, job: Job, overtook: bool) -> None:
         seconds = self.admission_seconds(job)
         credit = self.overtaking.admitted(overtook)
-        seat = self.holdings.occupy(job, job.tokens + AHEAD)
+        seat = self.allocations.occupy(job, job.tokens + AHEAD)
         seat.generated = job.generated
         seat.charge = Charge(job.level, seconds, overtook, credit)
         if self.used.table.kv_peak:

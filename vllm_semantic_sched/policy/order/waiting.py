@@ -7,7 +7,7 @@ from operator import itemgetter
 
 from vllm_semantic_sched.policy.config.order import STRICT_LEVEL
 from vllm_semantic_sched.policy.facts.job import Job, Rank
-from vllm_semantic_sched.policy.order.queues import LevelQueue, QueueRules
+from vllm_semantic_sched.policy.order.queues import LevelQueue, OrderingRules
 
 _new_tuple = tuple.__new__
 
@@ -19,7 +19,7 @@ class WaitingQueue:
     change from step to step, apply when the first jobs of the levels are compared.
     """
 
-    def __init__(self, rules: QueueRules) -> None:
+    def __init__(self, rules: OrderingRules) -> None:
         self.rules = rules
         self.queues = defaultdict[int, LevelQueue](lambda: LevelQueue(rules))  # by level
         self._places: dict[Job, int] = {}

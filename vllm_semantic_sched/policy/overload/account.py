@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from vllm_semantic_sched.policy.facts.capacity import Holdings
+from vllm_semantic_sched.policy.facts.capacity import Allocations
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job
 
@@ -19,11 +19,11 @@ class Entry(NamedTuple):
 
 class QueueAccount:
     """Requests that have not had a seat yet, so without preempted ones; their number and tokens are
-    in `holdings`. Operations are O(levels) or O(log n)."""
+    in `allocations`. Operations are O(levels) or O(log n)."""
 
-    def __init__(self, holdings: Holdings) -> None:
-        self._holdings = holdings
-        self._jobs: list[dict[Job, None]] = [{} for _ in holdings.levels]  # oldest first
+    def __init__(self, allocations: Allocations) -> None:
+        self._holdings = allocations
+        self._jobs: list[dict[Job, None]] = [{} for _ in allocations.levels]  # oldest first
         self.entries: dict[Job, Entry] = {}
         self._deadlines: AddressableHeap[Job] = AddressableHeap()
 
@@ -62,10 +62,10 @@ class QueueAccount:
         return next(reversed(jobs)) if jobs else None
 
     def _add(self, entry: Entry, requests: int, tokens: float) -> None:
-        holdings = self._holdings
+        allocations = self._holdings
         for held in (
-            holdings.all,
-            holdings.levels[entry.level],
-            holdings.tenants[entry.tenant],
+            allocations.all,
+            allocations.levels[entry.level],
+            allocations.tenants[entry.tenant],
         ):
             held.queue(requests, tokens)

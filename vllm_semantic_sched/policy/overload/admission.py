@@ -6,7 +6,7 @@ from random import Random
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.overload import Admission
 from vllm_semantic_sched.policy.config.tiers import TierQueue, target_shares
-from vllm_semantic_sched.policy.facts.capacity import Held
+from vllm_semantic_sched.policy.facts.capacity import Allocation
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.limits import Scope
 from vllm_semantic_sched.policy.overload.account import Entry
@@ -54,21 +54,21 @@ def judge(
 ) -> Verdict:
     """Whether a new request is admitted. As many requests as there are free seats are admitted
     beyond the bounds on the queue, because they will not wait."""
-    level, tier, holdings = entry.level, load.tiers[entry.level], load.holdings
+    level, tier, allocations = entry.level, load.tiers[entry.level], load.allocations
     if load.is_shed(level):
         return Verdict(Code.SHED, SHED.format(tier=tier.name))
     if rules.over_share != "off" and load.pressure.level:
         reason = _over_share(level, load, rules, random)
         if reason is not None:
             return Verdict(Code.TIER_OVER_SHARE, reason)
-    if holdings.all.queued < free_seats:
+    if allocations.all.queued < free_seats:
         return ADMITTED
     limits = load.limits.table
-    tenant = holdings.tenants.get(entry.tenant) or Held()
+    tenant = allocations.tenants.get(entry.tenant) or Allocation()
     for limit, held, whose in (
         (limits.tenant, tenant, "This tenant's"),
-        (limits.tiers[level], holdings.levels[level], f"Tier {tier.name!r}: the"),
-        (limits.all, holdings.all, "The"),
+        (limits.tiers[level], allocations.levels[level], f"Tier {tier.name!r}: the"),
+        (limits.all, allocations.all, "The"),
     ):
         if held.queued >= limit.queued + free_seats:
             if limit.scope is Scope.ALL and (worst := load.account.least_important(level)):

@@ -163,8 +163,8 @@ class LoadMonitor:
         self._ref = ref
         self._estimates = estimates
         self.limits = limits
-        self.holdings = limits.holdings
-        self.account = QueueAccount(self.holdings)
+        self.allocations = limits.allocations
+        self.account = QueueAccount(self.allocations)
         self._seats = max(1, capacity.seats)
         # Without a limit of blocks, KV is never short.
         blocks = math.inf if capacity.blocks is None else capacity.blocks
@@ -188,7 +188,7 @@ class LoadMonitor:
 
     def runs(self, job: Job) -> None:
         """Update the expected tokens of a running job."""
-        self.holdings.expect(job, self._estimates.tokens(job))
+        self.allocations.expect(job, self._estimates.tokens(job))
 
     def first_token(self, job: Job) -> None:
         """Record a job's time to first token."""
@@ -207,7 +207,7 @@ class LoadMonitor:
     def stepped(self, now: float, kv_use: float) -> None:
         """Record the begin of an engine step; `kv_use` is the share of KV blocks in use."""
         self._kv_use = kv_use
-        if self._stepped is not None and len(self.holdings):
+        if self._stepped is not None and len(self.allocations):
             seconds = now - self._stepped
             if 0 <= seconds < _LONGEST_STEP:
                 self._done.age(seconds, _RECENT)
@@ -223,29 +223,29 @@ class LoadMonitor:
         self.slo.advance(now)
         self._recent.advance(now)
         self.pressure.observe(self.use(), now)
-        calm = not self.pressure.present and self.holdings.all.queued < self._seats
+        calm = not self.pressure.present and self.allocations.all.queued < self._seats
         self.shedder.observe(self._broken(now), calm, now)
 
     # Derived state
 
     def use(self) -> Use:
         """Use of each resource, now and as predicted."""
-        waiting = self.holdings.all.queued
+        waiting = self.allocations.all.queued
         promised = [tier.slo.tpot for tier in self.tiers if tier.slo.tpot is not None]
         return Use(
             kv=max(self._kv_use, self._predicted_tokens() / self._kv_tokens),
-            seats=(len(self.holdings) + waiting) / self._seats,
+            seats=(len(self.allocations) + waiting) / self._seats,
             queue=waiting / self.limits.table.all.queued,
-            step=self._step_seconds / min(promised) if promised and len(self.holdings) else 0.0,
+            step=self._step_seconds / min(promised) if promised and len(self.allocations) else 0.0,
         )
 
     def outstanding(self) -> list[float]:
         """Predicted tokens of waiting and running jobs, per level."""
-        return [held.tokens + held.queued_tokens for held in self.holdings.levels]
+        return [held.tokens + held.queued_tokens for held in self.allocations.levels]
 
     def drain_seconds(self, level: int) -> float:
         """Predicted time to clear waiting work at least as urgent, and half of the running work."""
-        waiting = sum(held.queued_tokens for held in self.holdings.levels[: level + 1])
+        waiting = sum(held.queued_tokens for held in self.allocations.levels[: level + 1])
         ahead = waiting + self._predicted_tokens() / 2
         tokens, busy = self._done.sums
         if busy >= _ENOUGH and tokens > 0:
@@ -275,7 +275,7 @@ class LoadMonitor:
 
     def _predicted_tokens(self) -> float:
         """Total KV tokens that running jobs are predicted to need."""
-        return sum(held.tokens for held in self.holdings.levels)
+        return sum(held.tokens for held in self.allocations.levels)
 
     def _record(self, job: Job, now: float, **seconds: float | None) -> None:
         for monitor in (self.slo, self._recent):

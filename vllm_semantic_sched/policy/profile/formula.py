@@ -207,7 +207,7 @@ class EngineProfile(Section):
         }
         return self.model_copy(update=changes)
 
-    def doubts(self, max_model_len: int) -> list[str]:
+    def warnings(self, max_model_len: int) -> list[str]:
         """Warnings about using this profile for an engine with this context length."""
         if self.environment is None:
             return [

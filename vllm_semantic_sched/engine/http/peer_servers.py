@@ -12,7 +12,7 @@ from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.policy.config.private_files import own_folder
 
 
-class Siblings:
+class PeerServers:
     """The requests that each API server has at each engine, and how often one of them has reloaded
     the policy, in a file that all of them map and the last one removes. Each writes its own counts
     only, number by number, so no lock is needed; those of the others may be a moment old."""
@@ -56,7 +56,7 @@ class Siblings:
         return self._seen != before
 
 
-def join_siblings(vllm_config: vllm_api.VllmConfig, levels: int) -> Siblings | None:
+def join_peers(vllm_config: vllm_api.VllmConfig, levels: int) -> PeerServers | None:
     """Share memory with the other API servers; None if there are none, or it cannot be shared."""
     rank, servers = vllm_api.api_servers(vllm_config)
     if servers < 2:
@@ -69,7 +69,7 @@ def join_siblings(vllm_config: vllm_api.VllmConfig, levels: int) -> Siblings | N
         # When it started, in clock ticks since the machine did: no change of the clock moves it.
         started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
         path, engines = folder / f"{parent}-{started}.counts", vllm_api.engine_count(vllm_config)
-        return Siblings(path, servers, rank, engines, levels)
+        return PeerServers(path, servers, rank, engines, levels)
     except (OSError, ValueError) as error:
         logger.warning(
             "Semantic scheduling: the %d API servers share no memory (%s): each chooses engines by "

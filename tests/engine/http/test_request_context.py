@@ -12,16 +12,16 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
 from vllm_semantic_sched.engine.http.dispatch import Dispatch
-from vllm_semantic_sched.engine.http.incoming import ServerState, incoming
 from vllm_semantic_sched.engine.http.middleware import Refusals, RequestRefused, watch
-from vllm_semantic_sched.engine.http.preparation import GlanceRules, UrgentFirst
+from vllm_semantic_sched.engine.http.preparation import PreviewRules, UrgentFirst
+from vllm_semantic_sched.engine.http.request_context import ServerState, incoming
 from vllm_semantic_sched.engine.vllm_api import is_beam
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
 
 pytestmark = pytest.mark.engine
 
-RULES = GlanceRules(parse_policy({}), None)
+RULES = PreviewRules(parse_policy({}), None)
 HEADER = ((b"x-semsched-tenant", b"gateway"),)
 
 

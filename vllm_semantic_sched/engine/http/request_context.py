@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from vllm_semantic_sched.engine.http.siblings import Siblings
+from vllm_semantic_sched.engine.http.peer_servers import PeerServers
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.overload.refusal import Refusal
 
@@ -20,7 +20,7 @@ _PRIORITY_HEADER = b"x-vllm-priority"  # vLLM's own
 
 
 @dataclass(slots=True)
-class Incoming:
+class RequestContext:
     """An HTTP request on its way to the engine. What headers say overrides the body."""
 
     tenant: str | None = None  # of the header
@@ -28,7 +28,7 @@ class Incoming:
     user: str | None = None  # of the OpenAI field, if the body was read
     hints: Mapping[str, Any] | None = None  # `urgency` and `priority`, if the body was read
     level: int | None = None  # by hint or reading, if the body was read
-    reading: Prediction | None = None  # see `preparation.Glance`
+    reading: Prediction | None = None  # see `preparation.RequestPreview`
     stock_placement: bool = False  # the client wants vLLM to choose the engine
     refusals: list[Refusal] = field(default_factory=list)  # that occurred while it is answered
     prepared: Callable[[], None] | None = None  # to be called once it is on its way to the engine
@@ -48,15 +48,15 @@ class Incoming:
 
 
 # The request of this context.
-incoming: ContextVar[Incoming | None] = ContextVar("semsched_incoming", default=None)
+incoming: ContextVar[RequestContext | None] = ContextVar("semsched_incoming", default=None)
 
 
 @dataclass(slots=True)
 class ServerState:
     """What this package keeps on a server's application."""
 
-    rules: Any = None  # `preparation.GlanceRules`; None: requests are not read ahead
-    siblings: Siblings | None = None  # the other API servers
+    rules: Any = None  # `preparation.PreviewRules`; None: requests are not read ahead
+    peers: PeerServers | None = None  # the other API servers
     ready: bool = False  # all predictors have been up
     routes: bool = False  # the routes have been added
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # else nobody keeps them
