@@ -2,8 +2,9 @@
 breaks a promise, and is a good one left alone and kept?
 
 Premium, standard and background requests arrive at more than the server's capacity. The good policy
-protects premium a little less. Under the bad one, requests that have waited half a second go first,
-and none preempts another. Prints what happened to each, and writes `canary.json`.
+protects premium a little less. Under the bad one, none preempts another, and one seat in ten goes
+to the oldest request that has waited for seconds. Prints what happened to each, and writes
+`canary.json`.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from vllm_semantic_sched.policy.config.files import read_config
 CANDIDATES: dict[str, dict[str, Any]] = {
     "good": {"protect": {"level": 0, "price": 0.02}},
     "bad": {
-        "aging": {"enabled": True, "interval": 0.5, "share": 1.0},
+        "aging": {"enabled": True, "interval": 0.5},
         "preemption": {"enabled": False},
     },
 }

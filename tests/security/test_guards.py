@@ -278,7 +278,7 @@ AT_THE_DOOR = [
     (middleware.Dispatch, "_place"),
     (preparation, "state_of"),
     (preparation, "asks_for_completion"),
-    (preparation.PreviewRules, "glance"),
+    (preparation.PreviewRules, "preview"),
     (preparation.PreparationQueue, "enter"),
     (preparation.PreparationQueue, "leave"),
     (preparation.SemanticStatLogger, "in_api_server"),

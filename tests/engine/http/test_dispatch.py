@@ -159,7 +159,6 @@ def test_rank_that_the_client_names_is_kept_and_counted(monkeypatch) -> None:
     "server",
     [
         {"engines": 1},
-        {"placement": {"enabled": False}},
         {"rules": False},  # the scheduler does not order by urgency
     ],
 )
