@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.policy.profile.formula import Batch
@@ -150,14 +150,15 @@ def batch_of(
     """
     scheduled = output.num_scheduled_tokens
     most = 1 + draft_tokens  # of a decoding request
-    batch = Batch(decodes=len(scheduled))
-    decoding: Iterable[str] = scheduled
+    batch = Batch(
+        decodes=len(scheduled),
+        context=sum([requests[name].num_computed_tokens for name in scheduled]),
+    )
     if output.total_num_scheduled_tokens > len(scheduled):
-        for request_id, tokens in scheduled.items():
-            if tokens > most:
-                end = requests[request_id].num_computed_tokens
-                batch.add_prefill(end - tokens, end)
-        batch.decodes -= batch.prefills
-        decoding = [name for name, tokens in scheduled.items() if tokens <= most]
-    batch.context = sum([requests[name].num_computed_tokens for name in decoding])
+        prefills = [(name, tokens) for name, tokens in scheduled.items() if tokens > most]
+        for name, tokens in prefills:
+            end = requests[name].num_computed_tokens
+            batch.add_prefill(end - tokens, end)
+            batch.decodes -= 1
+            batch.context -= end
     return batch

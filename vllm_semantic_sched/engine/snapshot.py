@@ -98,7 +98,8 @@ class VllmSnapshot:
         scheduler = self._scheduler
         if not vllm_api.total_kv_blocks(scheduler):
             return _UNLIMITED
-        starting = sum(self._begins_block(request) for request in scheduler.running)
+        size = scheduler.block_size
+        starting = sum([request.num_computed_tokens % size == 0 for request in scheduler.running])
         free = vllm_api.free_kv_blocks(scheduler)
         return free - scheduler.kv_cache_manager.watermark_blocks - starting
 
@@ -140,7 +141,7 @@ class VllmSnapshot:
         return vllm_api.freeable_blocks(self._scheduler, self._request(job))
 
     def next_blocks(self, job: Job) -> int:
-        return int(self._begins_block(self._request(job)))
+        return int(self._request(job).num_computed_tokens % self._scheduler.block_size == 0)
 
     def host_room(self, job: Job, with_kv: int) -> HostRoom | None:
         return self._preemptions.host_room(self._request(job), with_kv)
@@ -160,9 +161,6 @@ class VllmSnapshot:
     def obstacles(self, job: Job) -> Sequence[Collection[Job]]:
         groups = vllm_api.obstacles(self._scheduler, self._request(job))
         return [self._jobs_of(group) for group in groups]
-
-    def _begins_block(self, request: Request) -> bool:
-        return request.num_computed_tokens % self._scheduler.block_size == 0
 
     def _request(self, job: Job) -> Request:
         return self._scheduler.requests[job.request_id]
