@@ -28,6 +28,13 @@ _LOOKAHEAD = 64  # waiting jobs that a step examines to make room for them
 _PASSED = 8  # of these, jobs without the right to preempt that a step passes over
 
 
+class Priced(NamedTuple):
+    """A plan, and what it costs."""
+
+    plan: PreemptionPlan
+    seconds: float  # of the engine: what a step in flight computes for the job is lost, too
+
+
 class Plans:
     """What becomes of each victim of a step, planned once, when a decision first asks."""
 
@@ -35,7 +42,7 @@ class Plans:
         self._make = make
         self._profile = profile
         self._snapshot = snapshot
-        self._plans: dict[Job, PreemptionPlan] = {}
+        self._priced: dict[Job, Priced] = {}
         self._taken = 0  # blocks on the host, by victims of this step
 
     def observe(self, job: Job) -> None:
@@ -43,37 +50,39 @@ class Plans:
         progress = self._snapshot.progress(job)
         job.computed, job.generated = progress.computed, progress.generated
 
-    def plan(self, job: Job) -> PreemptionPlan:
-        """The plan for a running job."""
-        if (plan := self._plans.get(job)) is None:
-            plan = self._plans[job] = self._plan(job)
-        return plan
-
     def seconds(self, job: Job) -> float:
-        """Engine seconds that its preemption costs: what a step in flight computes for it is lost,
-        too."""
-        plan, progress = self.plan(job), self._snapshot.progress(job)
-        return plan.seconds + self._profile.prefill(progress.with_kv, progress.computed)
+        """Engine seconds that the preemption of a running job costs."""
+        return self._price(job).seconds
 
     def carry_out(self, job: Job) -> PreemptionPlan:
         """The plan for a running job that is preempted now. What it takes on the host, later plans
         do not get."""
-        plan, progress = self.plan(job), self._snapshot.progress(job)
+        plan, progress = self._price(job).plan, self._snapshot.progress(job)
         job.computed, job.generated = progress.with_kv, progress.generated
         if plan.saved:
             room = self._snapshot.host_room(job, plan.saved)
             assert room is not None
             self._taken += -(-plan.saved // room.block_size)
-            self._plans.clear()
+            self._priced.clear()
         return plan
 
-    def _plan(self, job: Job) -> PreemptionPlan:
+    def _price(self, job: Job) -> Priced:
+        priced = self._priced.get(job)
+        if priced is None:
+            priced = self._priced[job] = self._plan(job)
+        return priced
+
+    def _plan(self, job: Job) -> Priced:
         snapshot, progress = self._snapshot, self._snapshot.progress(job)
         job.computed, job.generated = progress.with_kv, progress.generated
         room = snapshot.host_room(job, progress.with_kv)
         if room is not None and self._taken:
             room = room._replace(blocks=max(0, room.blocks - self._taken))
-        return self._make(job, progress.with_kv, room, snapshot.can_end(job))
+        plan = self._make(job, progress.with_kv, room, snapshot.can_end(job))
+        lost = 0.0
+        if progress.computed > progress.with_kv:
+            lost = self._profile.prefill(progress.with_kv, progress.computed)
+        return Priced(plan, plan.seconds + lost)
 
 
 def choose_victims(
