@@ -9,5 +9,5 @@ def preempt(scheduler: Any, request: Any, reason: str = "urgent") -> None:
     """Preempt a running request of a `SemanticScheduler` between two steps."""
     decisions = step._Step(scheduler.core, scheduler.snapshot(), scheduler.clock())
     with scheduler.guard("room"):
-        decisions._preempt(scheduler.jobs[request.request_id], reason)
+        decisions.preempt(scheduler.jobs[request.request_id], reason)
     scheduler.applier.apply(decisions.orders)

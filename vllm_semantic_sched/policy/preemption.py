@@ -323,15 +323,15 @@ class Eviction:
         if not (sessions := snapshot.idle):
             return []
         missing = self.needed_blocks(job, snapshot, room) - room.blocks_in_all
-        found: list[Job] = []
+        given_up: list[Job] = []
         for session in sessions:
             if missing <= 0 or session.effective_level <= job.effective_level:
                 break
             freed = snapshot.freeable_blocks(session)
             if freed:
-                found.append(session)
+                given_up.append(session)
                 missing -= freed
-        return found if missing <= 0 or self.worth_preempting(job) else []
+        return given_up if missing <= 0 or self.worth_preempting(job) else []
 
     def claim_seats(
         self, loaded: Sequence[Job], seats: int, snapshot: Snapshot, plans: Plans
@@ -402,8 +402,9 @@ class Eviction:
             def among(victim: Job, group: Collection[Job] = group) -> int | None:
                 return freeable(victim) if victim in group else None
 
-            if found := self._choose(Need(len(group), 0), len(group), job, plans, among):
-                return found
+            victims = self._choose(Need(len(group), 0), len(group), job, plans, among)
+            if victims:
+                return victims
         return []
 
     def _choose(
@@ -492,7 +493,7 @@ class Eviction:
         allocations, worth = self._seating.allocations, self._seating.worth
         levels, seats = allocations.levels, len(allocations)
         blocks = sum(held.blocks for held in levels)
-        lost = sum(each * held.seats for each, held in zip(worth.lost, levels, strict=True))
+        lost = sum(second * held.seats for second, held in zip(worth.lost, levels, strict=True))
         # Running jobs that must end by themselves to make the room.
         ends = max(1.0, need.seats, need.blocks * seats / blocks if blocks else 0.0)
         return ends * self._gap * worth.gained[job.level] / max(lost, 1.0)

@@ -92,6 +92,16 @@ def arrived(
     return decisions.orders.end
 
 
+def preempt(
+    core: SchedulingCore, snapshot: Snapshot, job: Job, reason: str, beneficiary: Job
+) -> Victim:
+    """Plan and record the preemption of a running job that the engine has decided on by itself; the
+    engine carries it out."""
+    decisions = _Step(core, snapshot, core.lifecycle.clock())
+    decisions.preempt(job, reason, beneficiary)
+    return decisions.orders.preempt[0]
+
+
 def filled(core: SchedulingCore, snapshot: Snapshot, tokens_left: bool = False) -> None:
     """Take in how the engine has filled a step. `tokens_left`: it would have taken more tokens."""
     if (waits := core.lifecycle.waits) is not None:
@@ -184,7 +194,7 @@ class _Step:
             job, reason = over_quota
             if self._snapshot.freeable_blocks(job) is None:
                 break
-            self._preempt(job, reason)
+            self.preempt(job, reason)
 
     def nothing_to_decide(self) -> bool:
         """Whether the step can only decode. Most are like that, and asking all questions in them
@@ -224,9 +234,10 @@ class _Step:
 
     def _preempt_for(self, victims: dict[Job, Job]) -> None:
         for victim, beneficiary in victims.items():
-            self._preempt(victim, URGENT, beneficiary)
+            self.preempt(victim, URGENT, beneficiary)
 
-    def _preempt(self, job: Job, reason: str, beneficiary: Job | None = None) -> None:
+    def preempt(self, job: Job, reason: str, beneficiary: Job | None = None) -> None:
+        """Order that a running job gives up its seat; the policy counts it as waiting."""
         core = self._core
         plan = self._plans.carry_out(job)
         self._room.free(job)

@@ -294,17 +294,10 @@ class Engine(Accounts):
 
     def _preempt_for_blocks(self, job: Job, beneficiary: Job) -> None:
         """Preempt a running job as vLLM does where blocks are short; the policy learns of it."""
-        snapshot = EngineSnapshot(self)
-        progress = snapshot.progress(job)
-        job.computed, job.generated = progress.computed, progress.generated
-        room = snapshot.host_room(job, progress.with_kv)
-        plan = self.core.plan_preemption(job, progress.with_kv, room, can_drop=True)
         self._change()
-        self.core.preempt(job, plan, "kv_shortage", beneficiary)
-        self.core.requeue(job, self.core.waiting)
-        if plan.kind is PreemptionKind.DROP:
-            self.core.refuse(job, DROPPED)
-        self._preempt(Victim(job, plan, "kv_shortage", beneficiary))
+        self._preempt(
+            step.preempt(self.core, EngineSnapshot(self), job, "kv_shortage", beneficiary)
+        )
 
     def _preempt(self, victim: Victim) -> None:
         """Take seat and blocks of a job that the policy counts as waiting."""

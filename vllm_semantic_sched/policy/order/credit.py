@@ -1,4 +1,4 @@
-"""Levels that waiting requests gain: by a near deadline, and by aging, so that none starves.
+"""Levels that waiting requests gain: by a promise, and by aging, so that none starves.
 
 - A request at level l that has waited k times `interval` seconds gets level l - k, and is promoted
   no further below level 0. There it is *overdue*; overdue requests run by arrival.
@@ -52,8 +52,8 @@ class _Timer:
 
 
 class CreditTimers:
-    """Timers by which waiting jobs gain levels: in steps by waiting (aging), and for
-    their promised time to first token, until that is missed. A job that leaves the queue has no
+    """Timers by which waiting jobs gain levels: in steps by waiting (aging), and for their promised
+    time to first token, until that is missed. A job that leaves the queue has no
     timer and keeps what it has gained; what a deadline gave ends with the first token."""
 
     def __init__(self, ref: PolicyRef) -> None:
@@ -161,7 +161,7 @@ class Overtaking:
 
     @property
     def allowed(self) -> bool:
-        """Whether one has been saved up, from the share `aging.share` of every admission."""
+        """Whether one has been saved up: each admission earns `SHARE` of it."""
         return self._ref.policy.aging.enabled and self._saved >= 1.0 - ROUNDING
 
     def admitted(self, overtook: bool) -> float:
