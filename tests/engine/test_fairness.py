@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections import Counter, deque
+from functools import partial
 
 import pytest
 import yaml
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from vllm.v1.request import RequestStatus
 
 from vllm_semantic_sched import SemanticScheduler
+from vllm_semantic_sched.engine.clock import replace_clock
 from vllm_semantic_sched.lab.bench.overhead import ALL_FEATURES
 from vllm_semantic_sched.lab.bench.standalone import (
     BLOCK_SIZE,
@@ -228,14 +230,15 @@ def test_random_traffic_with_all_features_frees_everything(tmp_path_factory, eve
     finish_all(scheduler)
 
 
-def test_shares_converge_and_only_pressure_refuses() -> None:
+def test_shares_converge_and_only_pressure_refuses(request) -> None:
     """The shipped policy `shares`: each tier keeps as many requests in flight as its share allows,
     then background far more."""
+    now, number = 0.0, itertools.count()
+    replace_clock(lambda: now)  # also for the steps' durations
+    request.addfinalizer(partial(replace_clock, None))
     scheduler = build_scheduler(
         SemanticScheduler, semantic_sched={"policy": "shares"}, max_num_seqs=3
     )
-    now, number = 0.0, itertools.count()
-    scheduler.clock.seconds = lambda: now
     ended: Counter = Counter()
 
     def run(in_flight: tuple[int, int, int], steps: int) -> None:
@@ -257,7 +260,7 @@ def test_shares_converge_and_only_pressure_refuses() -> None:
 
     run((0, 0, 2), steps=200)  # background has all of the work, and the engine is not full
     assert set(ended) == {(2, None)} and not scheduler.gauges()["pressure"]
-    run((10, 7, 3), steps=300)
+    run((10, 7, 3), steps=1500)  # longer than the 20 seconds whose use counts
     ended.clear()
     run((10, 7, 3), steps=1500)
     served = [ended[tier, None] for tier in range(3)]
