@@ -1,5 +1,5 @@
 """A canary on a real server with one engine and with two: how soon is a policy rolled back that
-breaks a promise, and is a good one left alone and kept?
+misses an SLO, and is a good one left alone and kept?
 
 Premium, standard and background requests arrive at more than the server's capacity. The good policy
 protects premium a little less. Under the bad one, none preempts another, and one seat in ten goes
@@ -39,7 +39,7 @@ _MIX = "2:4:4:0:0"
 
 
 def current_policy(seconds: float) -> dict[str, Any]:
-    """The policy `tiers` with one promise, so many seconds to premium's first token, and no other
+    """The policy `tiers` with one SLO, so many seconds to premium's first token, and no other
     bound."""
     keys = read_config("tiers", kind="policy")[0]
     keys["tiers"] = [{"name": tier["name"]} for tier in keys["tiers"]]
@@ -68,13 +68,13 @@ def try_policy(
         "seconds": elapsed,
         "end": sorted({engine["end"] for engine in engines if engine["end"]}),
         "premium": sum(count for count, *_ in new),
-        "kept_promise": sum(met for _, met, *_ in new),
+        "met_slo": sum(met for _, met, *_ in new),
     }
 
 
 def measure(args: argparse.Namespace, engines: int) -> dict[str, Any]:
     """The outcome of both candidates on a server with so many engines."""
-    policy = current_policy(args.promise)
+    policy = current_policy(args.slo)
     file = args.output / f"policy-{engines}.yaml"
     file.write_text(yaml.safe_dump(policy, sort_keys=False))
     parallel = parallel_args(engines) if engines > 1 else ()
@@ -119,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--period", type=float, default=10.0, help="of one turn of each policy (%(default)s)")
     add("--share", type=float, default=0.5, help="of the traffic (default: %(default)s)")
     add("--overload", type=float, default=1.3, help="offered load over capacity (%(default)s)")
-    add("--promise", type=float, default=2.0, help="premium's time to first token (%(default)s)")
+    add("--slo", type=float, default=2.0, help="premium's time to first token (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
     for engines, outcomes in results.items():
         for name in CANDIDATES:
             row = outcomes[name]
-            figures = (f"{row['seconds']:.1f}", str(row["premium"]), str(row["kept_promise"]))
+            figures = (f"{row['seconds']:.1f}", str(row["premium"]), str(row["met_slo"]))
             table.add_row(engines, name, "; ".join(row["end"]), *figures)
     console = make_console()
     console.print(table)

@@ -40,12 +40,12 @@ TIERS = ("premium", "standard", "background")
 _MIX = "1:2:1:0:0"
 _FCFS = "vLLM FCFS"
 _PRIORITY = "vLLM priority"
-_NO_PROMISES = "ours, no promises"
-_PROMISES = "ours"
-SCHEDULERS = (_FCFS, _PRIORITY, _NO_PROMISES, _PROMISES)
+_NO_SLOS = "ours, no SLOs"
+_SLOS = "ours"
+SCHEDULERS = (_FCFS, _PRIORITY, _NO_SLOS, _SLOS)
 _IDLE_REQUESTS = 24
-# The standard tier's promise relative to the premium tier's. Background is promised nothing.
-_STANDARD_PROMISE = 20.0
+# The standard tier's SLO relative to the premium tier's. Background has none.
+_STANDARD_SLO = 20.0
 # Seconds per promotion, short enough for background requests to become overdue within the run.
 _AGING_INTERVAL = 10.0
 
@@ -53,7 +53,7 @@ _AGING_INTERVAL = 10.0
 @dataclass(frozen=True)
 class TierRow:
     """One tier under one scheduler. Times in seconds; `kept`: share of all requests sent whose
-    first token came in time, None without a promise; `longest_wait`: for a first token, including
+    first token came in time, None without an SLO; `longest_wait`: for a first token, including
     requests that still waited at the end."""
 
     scheduler: str
@@ -69,10 +69,10 @@ class TierRow:
 
 
 def tier_row(
-    scheduler: str, level: int, promise: float | None, records: Sequence[Record], horizon: float
+    scheduler: str, level: int, target: float | None, records: Sequence[Record], horizon: float
 ) -> TierRow:
-    """Evaluate one tier, of the records of all. `promise`: seconds to the first token, None if none
-    is promised; `horizon`: seconds after which requests were given up."""
+    """Evaluate one tier, of the records of all. `target`: seconds to the first token, None without
+    an SLO; `horizon`: seconds after which requests were given up."""
     mine = [record for record in records if record.level == level]
     ttfts = [record.ttft for record in mine if record.ttft is not None]
     codes = [refusal_code(record) for record in mine]
@@ -84,8 +84,8 @@ def tier_row(
     ]
     p50, p99 = percentiles(ttfts)
     kept = None
-    if promise is not None:
-        kept = sum(ttft <= promise for ttft in ttfts) / len(mine) if mine else float("nan")
+    if target is not None:
+        kept = sum(ttft <= target for ttft in ttfts) / len(mine) if mine else float("nan")
     return TierRow(
         scheduler,
         TIERS[level],
@@ -193,8 +193,8 @@ class Study:
             server.check()
             after = read_counters(server.get_text("/metrics"))
         rows = [
-            tier_row(spec.name, level, promise, records, horizon)
-            for level, promise in enumerate(self._promises())
+            tier_row(spec.name, level, target, records, horizon)
+            for level, target in enumerate(self._slos())
         ]
         counter = "vllm:num_preemptions_total"
         total = totals_of(spec.name, records, after[counter] - before[counter], horizon)
@@ -203,37 +203,37 @@ class Study:
             total["bound"] = compare_with_aging_bound(aging, len(TIERS) - 1, records, horizon)
         return rows, total
 
-    def _promises(self) -> tuple[float | None, ...]:
+    def _slos(self) -> tuple[float | None, ...]:
         """Seconds to the first token by tier."""
-        return self.facts["promised_ttft"], self.facts["promised_ttft_standard"], None
+        return self.facts["slo_ttft"], self.facts["slo_ttft_standard"], None
 
     def _spec(self, name: str) -> SchedulerSpec:
         if name == _FCFS:
             return SchedulerSpec(name, "fcfs")
         if name == _PRIORITY:
             return SchedulerSpec(name, "priority")
-        policy = self._write_policy(promises=name == _PROMISES)
+        policy = self._write_policy(with_slos=name == _SLOS)
         return SchedulerSpec(name, "semantic-true", str(policy))
 
-    def _write_policy(self, promises: bool) -> Path:
-        """The policy with promises that this machine can keep, or with none."""
+    def _write_policy(self, with_slos: bool) -> Path:
+        """The policy with SLOs that this machine can meet, or with none."""
         data, _ = read_config(self._args.policy, "policy")
         if self._args.profile:
             data["profile"] = self._args.profile
-        for tier, ttft in zip(data["tiers"], self._promises(), strict=True):
+        for tier, ttft in zip(data["tiers"], self._slos(), strict=True):
             slo = tier.get("slo", {})
             tier["slo"] = {key: slo[key] for key in ("percentile", "takes_seats") if key in slo}
-            if promises and ttft is not None:
+            if with_slos and ttft is not None:
                 tier["slo"]["ttft"] = ttft
-            if not promises:
+            if not with_slos:
                 tier.pop("queue", None)
                 tier.pop("shed_order", None)
-        if promises:
+        if with_slos:
             data["aging"] = {**data.get("aging", {}), "interval": _AGING_INTERVAL}
         else:
             for section in ("admission", "shedding", "deadlines", "aging"):
                 data.pop(section, None)
-        name = "promises.yaml" if promises else "no-promises.yaml"
+        name = "slos.yaml" if with_slos else "no-slos.yaml"
         path: Path = self._args.output / name
         path.write_text(yaml.safe_dump(data, sort_keys=False))
         return path
@@ -246,8 +246,8 @@ class Study:
         rate = capacity(client, self._sample(CAPACITY_ROUNDS * args.seats))
         self.facts = {
             "idle_ttft": idle,
-            "promised_ttft": args.promise * idle,
-            "promised_ttft_standard": _STANDARD_PROMISE * args.promise * idle,
+            "slo_ttft": args.slo * idle,
+            "slo_ttft_standard": _STANDARD_SLO * args.slo * idle,
             "capacity_requests_per_second": rate,
         }
         gap = args.maxcon / 2 / (args.overload * rate)
@@ -313,8 +313,8 @@ def print_tables(
     )
     console.print(
         f"idle TTFT {facts['idle_ttft']:.3f} s; in time: share of the requests sent whose first "
-        f"token came within {facts['promised_ttft']:.3f} s (premium) or "
-        f"{facts['promised_ttft_standard']:.3f} s (standard); capacity "
+        f"token came within {facts['slo_ttft']:.3f} s (premium) or "
+        f"{facts['slo_ttft_standard']:.3f} s (standard); capacity "
         f"{facts['capacity_requests_per_second']:.1f} requests/s"
     )
     for total in totals:
@@ -337,7 +337,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--drain", type=float, default=20.0, help="seconds after the last arrival (%(default)s)")
     add("--overload", type=float, default=3.0, help="offered load over capacity (%(default)s)")
     add("--maxcon", type=int, default=12, help="largest burst (default: %(default)s)")
-    add("--promise", type=float, default=10.0, help="premium: TTFT in idle TTFTs (%(default)s)")
+    add("--slo", type=float, default=10.0, help="premium: TTFT in idle TTFTs (%(default)s)")
     add("--seed", type=int, default=0, help="of the workload (default: %(default)s)")
     add("--max-output", type=int, default=192, help="longer answers are cut (%(default)s)")
 

@@ -35,9 +35,9 @@ def test_plan_compares_loads_and_engines_of_policies(tmp_path, capsys, monkeypat
     page = read_page(tmp_path / "report.html")
     assert page.tables["Plan"][1][1:] == load.split(",")[-2:]
     assert len(page.tables["Trials"]) > 10
-    assert len(page.charts["Lowest share of kept promises, any level"]) == 2
+    assert len(page.charts["Lowest share of requests that met their SLO, any level"]) == 2
     assert any(": running from" in label for label in page.labels("Seats at the given load: mine"))
-    # Only the most urgent level has a promise: serving it first allows more load.
+    # Only the most urgent level has an SLO: serving it first allows more load.
     assert float(mine) > 2 * float(fcfs)
     assert int(engines.split(",")[-1]) < int(engines.split(",")[-2])
 
@@ -49,7 +49,7 @@ def test_plan_compares_loads_and_engines_of_policies(tmp_path, capsys, monkeypat
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--set", "slos=[]"], "promises nothing"),
+        (["--set", "slos=[]"], "has no SLO for any level"),
         (["--policy", "emms"], "'ems'"),
         (["--trace", "no.jsonl"], "no.jsonl"),
         (["--set", "sweep=[{seed: [1, 2]}]"], "sweep"),
@@ -74,10 +74,10 @@ def test_long_prompts_an_a100_serves_do_not_pile_up(tmp_path) -> None:
     ]
     trace = tmp_path / "trace.jsonl"
     trace.write_text("\n".join(map(json.dumps, rows)))
-    promise = "slos=[{ttft: 5, tpot: 0.1, percentile: 95}, {}, {}]"
+    slos = "slos=[{ttft: 5, tpot: 0.1, percentile: 95}, {}, {}]"
     engine = "engine={kind: vllm, profile: default, seats: 256, kv_blocks: 24000}"
     options = ["--trace", str(trace), "--policy", "tiers", "--quiet"]
-    options += ["--set", promise, "--set", engine]
+    options += ["--set", slos, "--set", engine]
     assert main(["plan", "--output", str(tmp_path), *options]) == 0
     with (tmp_path / "plan.csv").open() as file:
         found = {row[0]: row[-1] for row in csv.reader(file)}

@@ -79,7 +79,7 @@ def test_good_policy_takes_turns_and_is_kept_on_demand(server) -> None:
     assert not server.scheduler.observing
 
 
-def test_policy_breaking_a_promise_rolls_back_in_first_turn(server) -> None:
+def test_policy_missing_an_slo_rolls_back_in_first_turn(server) -> None:
     server.start(GOOD)
     arms = server.serve(640, BURST)
     report = server.command("canary_status")

@@ -169,7 +169,7 @@ def test_request_is_admitted_when_admission_raises(build) -> None:
     assert scheduler.counters.total("policy_errors", "admission") == 3
 
 
-def test_pressure_shedding_and_promises_are_reported(build) -> None:
+def test_pressure_shedding_and_slos_are_reported(build) -> None:
     tiers = [{"name": "premium", "slo": {"ttft": 10.0}}, {"name": "b"}, {"name": "c"}]
     scheduler = build({"tiers": tiers}, max_num_seqs=1)
     add(scheduler, "a", "b", "c", "d", urgency=0)

@@ -43,7 +43,7 @@ def test_llm_d_objective_priority_falls_with_level() -> None:
     assert priorities == [2, 1, 0, -1, -2]
 
 
-def test_llm_d_gets_the_promises_of_the_tier_in_milliseconds() -> None:
+def test_llm_d_gets_the_slos_of_the_tier_in_milliseconds() -> None:
     tiers = [{"name": "a", "slo": {"ttft": 0.5, "tpot": 0.0501}}, {"name": "b"}]
     policy = parse_policy({"levels": 2, "default_level": 1, "tiers": tiers})
     headers = llm_d_fields(policy, 0, 1.0).headers

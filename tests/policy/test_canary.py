@@ -49,7 +49,7 @@ def serve(canary: Canary, ttft_of, seconds: float, seed: int = 1) -> Iterator[fl
 
 
 def run(canary: Canary, ttft_of, seconds: float, seed: int = 1) -> str | None:
-    """The promise that breaks while requests are served, with its time."""
+    """The SLO that is missed while requests are served, with its time."""
     for now in serve(canary, ttft_of, seconds, seed):
         broken = canary.broken(now + 0.5)
         if broken:
@@ -72,13 +72,13 @@ def test_good_policy_is_kept(seed: int) -> None:
 
 
 @given(st.integers(0, 10_000))
-def test_policy_breaking_a_promise_rolls_back_in_six_turns(seed: int) -> None:
+def test_policy_missing_an_slo_rolls_back_in_six_turns(seed: int) -> None:
     broken = run(Canary(PLAN, TIERS, 0.0), breaks, 600, seed)
     assert broken is not None and "ttft of gold" in broken
     assert float(broken.split()[0]) < 6 * PLAN.period + 1
 
 
-def test_promise_broken_by_both_policies_is_no_reason() -> None:
+def test_slo_missed_by_both_policies_is_no_reason() -> None:
     def both(arm: str, level: int, rng: random.Random) -> float:
         return 3.0 if rng.random() < 0.5 else 0.5
 
@@ -91,7 +91,7 @@ def test_only_watched_measures_count() -> None:
     assert run(Canary(plan, TIERS, 0.0), breaks, 200) is None
 
 
-def test_requests_that_never_start_break_the_promise() -> None:
+def test_requests_that_never_start_miss_the_slo() -> None:
     canary = Canary(PLAN, TIERS, 0.0)
     for number in range(40):
         served(canary, number * 0.5, 0, 0.5, number)

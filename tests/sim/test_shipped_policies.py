@@ -1,4 +1,4 @@
-"""Every key of a shipped policy has an effect: without it, some load or promise ends otherwise."""
+"""Every key of a shipped policy has an effect: without it, some load or SLO ends otherwise."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -191,7 +191,7 @@ def engine_parts(keys: Keys) -> tuple[SchedulingCore, OverloadControl]:
     return core, core.overload
 
 
-def measured_promises(keys: Keys) -> Any:
+def measured_slos(keys: Keys) -> Any:
     """Compliance and headroom of each tier, as the server reports them."""
     measured = []
     # The longest wait is 39 times as long.
@@ -249,13 +249,13 @@ PROBES: dict[str, Callable[[Keys], Any]] = {
     "plans": plans,
     "superseded": superseded,
     **{load: partial(simulated, load=load) for load in LOADS},
-    "promises": measured_promises,
+    "slos": measured_slos,
 }
 
 # What shows the effect of the keys that end so: tried early, because the rest would take long. An
 # entry that is no longer right costs only time.
 SHOWN_BY: dict[str, tuple[str, ...]] = {
-    "promises": ("slo.ttft", "slo.tpot", "slo.e2e", "slo.percentile"),
+    "slos": ("slo.ttft", "slo.tpot", "slo.e2e", "slo.percentile"),
     "crowd": ("admission.queue.requests", "tenant.requests", "tiers.1.queue.requests"),
     "unimportant crowd": ("tiers.2.queue.requests", "reserve.mode", "tiers.1.reserve.kv"),
     "left behind": ("queue.timeout",),

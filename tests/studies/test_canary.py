@@ -5,7 +5,7 @@ import canary
 from vllm_semantic_sched.policy.config import parse_policy
 
 
-def test_candidates_keep_the_promise_of_the_current_policy():
+def test_candidates_meet_the_slo_of_the_current_policy():
     current = canary.current_policy(1.5)
     assert parse_policy(current).tiers[0].slo.ttft == 1.5
     good, bad = (parse_policy(current | canary.CANDIDATES[name]) for name in ("good", "bad"))

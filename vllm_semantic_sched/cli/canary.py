@@ -1,7 +1,7 @@
 """Try a policy on a part of a running server's traffic.
 
 With one engine the new policy takes turns with the current one; of several engines some run it, and
-sessions stay with their engines. It is rolled back when it breaks a promise of the current policy's
+sessions stay with their engines. It is rolled back when it misses an SLO of the current policy's
 tiers. The server drives this by itself; it ends after --lease whatever becomes of this command.
 """
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--until-broken",
         action="append",
         choices=(*MEASURES, "any"),
-        help="promises that end it: ttft, tpot, e2e (default: any); can be repeated",
+        help="SLOs that end it: ttft, tpot, e2e (default: any); can be repeated",
     )
     add(
         "--period",

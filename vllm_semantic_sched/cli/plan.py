@@ -24,9 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
         textwrap.fill(
-            "The scenario describes engine and workload. The promises come from the tiers of a "
-            "policy, or from the scenario's `slos`. A promise holds if all targets of its level "
-            "were met for the promised percentage of requests.",
+            "The scenario describes engine and workload. The SLOs come from the tiers of a "
+            "policy, or from the scenario's `slos`. An SLO is met if all targets of its level "
+            "were met for the SLO's percentage of requests.",
             96,
         )
         + f"\n\nshipped scenarios: {', '.join(shipped_names('scenario'))}"
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
     for scheduler in scenario.policies:
         if not any(map(targets, scenario.slos(scheduler))):
             raise arguments.Failure(
-                f"{scheduler} promises nothing to any level: set `slo` in its tiers, or `slos` in "
+                f"{scheduler} has no SLO for any level: set `slo` in its tiers, or `slos` in "
                 "the scenario",
                 2,
             )

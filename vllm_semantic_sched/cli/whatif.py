@@ -1,7 +1,7 @@
 """Replay a server's event log under other policies, in the simulator.
 
 Tells what the recorded traffic would have met: times to first token and end-to-end latencies by
-urgency level, and which promises would be broken.
+urgency level, and which SLOs would be missed.
 """
 
 import argparse

@@ -20,7 +20,7 @@ from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
 
-_LOOK = 0.5  # seconds between two looks at the promises of a canary
+_LOOK = 0.5  # seconds between two looks at the SLOs of a canary
 
 
 class LivePolicy:
@@ -149,7 +149,7 @@ class CanaryDriver:
         live.check_live_change(current, new)
         self.core.check(new)
         self._policies = {"current": current, "new": new}
-        # The promises in force now: a policy cannot keep its own by promising less.
+        # The SLOs in force now: a policy cannot meet its own by asking for less.
         self.running = Canary(plan, current.all_tiers, self.core.lifecycle.clock())
         self._last = self.running
         self.core.lifecycle.listeners.append(self.running)
@@ -158,7 +158,7 @@ class CanaryDriver:
         self.drive()
 
     def drive(self) -> None:
-        """Switch policies if it is time, and end the canary if it is over or breaks a promise."""
+        """Switch policies if it is time, and end the canary if it is over or misses an SLO."""
         canary = self.running
         if canary is None:
             return

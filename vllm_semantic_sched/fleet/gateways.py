@@ -21,7 +21,7 @@ def litellm_fields(policy: Policy, level: int, tokens: float) -> GatewayFields:
 
 def llm_d_fields(policy: Policy, level: int, tokens: float) -> GatewayFields:
     """llm-d router (Gateway API Inference Extension): the name of an InferenceObjective, as in
-    configs/deploy/kubernetes/llm-d-objectives.yaml, and the tier's promises in milliseconds."""
+    configs/deploy/kubernetes/llm-d-objectives.yaml, and the tier's SLO in milliseconds."""
     slo = policy.all_tiers[level].slo
     headers = {"x-llm-d-inference-objective": f"urgency-{level}"}
     for name, seconds in (("ttft", slo.ttft), ("tpot", slo.tpot)):

@@ -312,7 +312,7 @@ def _check(relative_errors: dict[tuple[str, str], float]) -> Iterator[str]:
 
 
 def _verdict(measured: Cell, cell: Cell, slos: Sequence[Slo]) -> str:
-    """One sentence about a policy: the most and the least urgent level, and promises."""
+    """One sentence about a policy: the most and the least urgent level, and SLOs."""
     both = [level for level in cell.levels if level != ALL and level in measured.levels]
     if not both:
         return f"{cell.scheduler}: no level in common with the log."
@@ -324,11 +324,11 @@ def _verdict(measured: Cell, cell: Cell, slos: Sequence[Slo]) -> str:
     if last != first:
         ratio = cell.levels[last]["e2e_mean"] / measured.levels[last]["e2e_mean"]
         text += f", level {last} would take {ratio:.2g} times as long"
-    promised = [level for level in cell.levels if level != ALL and targets(slos[int(level)])]
-    kept = {level: cell.levels[level]["slo_met"] * 100 for level in promised}
-    broken = [level for level in promised if kept[level] < slos[int(level)].percentile]
-    if broken:
-        return f"{text}; the promise to level {', '.join(broken)} would be broken."
-    if promised:
-        return f"{text}; no promise would be broken."
-    return f"{text}; nothing is promised."
+    with_slo = [level for level in cell.levels if level != ALL and targets(slos[int(level)])]
+    kept = {level: cell.levels[level]["slo_met"] * 100 for level in with_slo}
+    missed = [level for level in with_slo if kept[level] < slos[int(level)].percentile]
+    if missed:
+        return f"{text}; the SLO of level {', '.join(missed)} would be missed."
+    if with_slo:
+        return f"{text}; no SLO would be missed."
+    return f"{text}; no level has an SLO."

@@ -1,4 +1,4 @@
-"""Compares a new policy with the current one on live traffic, and ends it if it breaks a promise.
+"""Compares a new policy with the current one on live traffic, and ends it if it misses an SLO.
 
 On one engine the two take turns: in each period the new policy has the last `share`. Of several
 engines some have it all the time. A request belongs to the policy in force when it arrived. Those
@@ -23,7 +23,7 @@ ARMS = ("current", "new")
 Role = Literal["turns", "current", "new"]
 
 _CERTAIN = 1.96  # standard errors of the intervals that are shown
-# A promise counts as broken if chance would miss it as often less than once in 10,000 times: it is
+# An SLO counts as missed if chance would miss it as often less than once in 10,000 times: it is
 # judged again and again.
 _SURE = math.log(10_000)
 _OLDEST = 1000  # waiting requests that are looked at
@@ -37,7 +37,7 @@ class Plan:
     share: float  # part of each period, 0 to 1, in which the new policy is in force
     period: float  # seconds
     lease: float  # seconds after which it ends
-    watch: tuple[str, ...]  # measures whose promises end it (`overload.slo.MEASURES`)
+    watch: tuple[str, ...]  # measures whose SLOs end it (`overload.slo.MEASURES`)
     role: Role = "turns"  # of this engine
 
     def turn(self, elapsed: float) -> tuple[str, float]:
@@ -95,7 +95,7 @@ class Tally:
     """Latencies of a level under one policy, by turn: requests of one share their luck."""
 
     count: int = 0  # requests
-    met: int = 0  # those that met their promise; without one, all
+    met: int = 0  # those that met their SLO; without one, all
     clusters: int = 0  # turns that are over
     _open: _Turn = _NO_TURN
     _sums: _Turns = _NO_TURNS  # over the turns that are over
@@ -111,7 +111,7 @@ class Tally:
 
     @property
     def kept(self) -> float:
-        """Share that met the promise; NaN without requests."""
+        """Share that met the SLO; NaN without requests."""
         return self.met / self.count if self.count else math.nan
 
     def mean(self) -> tuple[float, float]:
@@ -128,7 +128,7 @@ class Tally:
         return mean, math.sqrt(variance) / sums.requests
 
     def breaks(self, percentile: float, current: Tally) -> bool:
-        """Whether surely fewer meet the promise than `percentile` %, and than under the current
+        """Whether surely fewer meet the SLO than `percentile` %, and than under the current
         policy (Chernoff's bound)."""
         allowed = 1.0 - percentile / 100
         missed = 1.0 - self.kept if self.count else 0.0
@@ -210,7 +210,7 @@ class Canary(Listener):
             self._add(job, "ttft", job.first_token - job.arrival)
 
     def broken(self, now: float) -> str | None:
-        """The promise that the new policy breaks and the current one keeps better; None: none."""
+        """The SLO that the new policy misses and the current one meets more often; None: none."""
         overdue = self._overdue(now)
         for level, tier in enumerate(self._tiers):
             for measure in self.plan.watch:
@@ -255,7 +255,7 @@ class Difference(NamedTuple):
     measure: str
     counts: tuple[int, int]  # requests
     means: tuple[float, float]  # geometric, in seconds; NaN without requests
-    kept: tuple[float, float]  # shares that met the promise (1 without one); NaN without requests
+    kept: tuple[float, float]  # shares that met the SLO (1 without one); NaN without requests
     # 95 % interval of the ratio of the means, new / current; None with fewer than two turns each.
     interval: tuple[float, float] | None
 

@@ -89,7 +89,7 @@ class PassSize:
     def measured(self, lengths: Sequence[int], seconds: float) -> None:
         """Learn from a pass over texts of these lengths."""
         rate = seconds / _work(lengths)
-        # At once if slower than thought: the limit is a promise.
+        # At once if slower than thought: the limit is strict.
         share = 1.0 if rate > self._rate else _NEW_SHARE
         self._rate += share * (rate - self._rate)
 

@@ -41,8 +41,8 @@ METRICS = {
     "one that arrived later, by true urgency",
     **{name: f"share of these by cause: {cause.value}" for name, cause in _SEAT_ORDER.items()},
     "fairness": "Jain's index over tenants of output tokens per second while they have requests",
-    "slo_met": "share of the requests of promised levels for which every promise was kept",
-    "goodput": "requests for which every promise was kept / time from first to last arrival, per s",
+    "slo_met": "share of the requests of levels with an SLO for which every SLO was met",
+    "goodput": "requests for which every SLO was met / time from first to last arrival, per s",
 }
 """Columns of the results. Levels without an SLO have neither `slo_met` nor `goodput`."""
 
@@ -52,7 +52,7 @@ _CAUSES = {cause: place for place, cause in enumerate((None, *InversionCause))}
 _BLOCK = 32_768  # finished requests that are added to the metrics at a time
 _PERCENTILES = {"e2e": {"e2e_p50": 50, "e2e_p99": 99}, "ttft": {"ttft_p99": 99}}
 _MEANS = ("e2e", "ttft", "tpot", "queueing", "held")
-_COUNTS = ("tokens", "recomputes", "swaps", "inverted", "promised", "kept")
+_COUNTS = ("tokens", "recomputes", "swaps", "inverted", "with_slo", "kept")
 _SUMMED = (*_MEANS, *_COUNTS, *_SEAT_ORDER, "normalized")
 _DEPTH_BINS = 256
 _Block = dict[str, np.ndarray]  # finished requests: a column per property
@@ -121,12 +121,12 @@ class Recorder:
         # An answer of one token has no time between tokens.
         gaps = np.maximum(1, block["tokens"] - 1)
         block["tpot"] = (block["finish"] - block["first_token"]) / gaps
-        block["promised"], block["kept"] = np.zeros((2, len(table)), dtype=bool)
-        for level, (row, promises) in enumerate(zip(self._levels, self._targets, strict=True)):
+        block["with_slo"], block["kept"] = np.zeros((2, len(table)), dtype=bool)
+        for level, (row, latencies) in enumerate(zip(self._levels, self._targets, strict=True)):
             of_level = block["level"] == level
-            if promises:
-                met = [block[name] <= target for name, target in promises.items()]
-                block["promised"] |= of_level
+            if latencies:
+                met = [block[name] <= target for name, target in latencies.items()]
+                block["with_slo"] |= of_level
                 block["kept"] |= of_level & np.logical_and.reduce(met)
             if of_level.any():
                 members = {name: values[of_level] for name, values in block.items()}
@@ -147,11 +147,11 @@ class _Row:
         self._last_arrival = 0.0
         self._last_finish = 0.0
 
-    def add_refused(self, arrival: float, promised: bool) -> None:
-        """Take in a refused request, which breaks its promise if it has one."""
+    def add_refused(self, arrival: float, with_slo: bool) -> None:
+        """Take in a refused request, which misses its SLO if it has one."""
         self.count += 1
         self._sums["refused"] += 1
-        self._sums["promised"] += promised
+        self._sums["with_slo"] += with_slo
         self._first_arrival = min(self._first_arrival, arrival)
         self._last_arrival = max(self._last_arrival, arrival)
 
@@ -174,9 +174,9 @@ class _Row:
             "refused": sums["refused"],
             "requests_per_second": (self.count - 1) / arriving,
         }
-        if sums["promised"]:
-            row["slo_met"] = sums["kept"] / sums["promised"]
-            kept = row["slo_met"] * sums["promised"]
+        if sums["with_slo"]:
+            row["slo_met"] = sums["kept"] / sums["with_slo"]
+            kept = row["slo_met"] * sums["with_slo"]
             row["goodput"] = kept / self.count * row["requests_per_second"]
         if finished:
             span = self._last_finish - self._first_arrival

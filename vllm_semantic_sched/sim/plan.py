@@ -1,4 +1,4 @@
-"""Capacity planning: the largest load that keeps all promises, the fewest engines for a load."""
+"""Capacity planning: the largest load that meets all SLOs, the fewest engines for a load."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ class Trial:
 
     load: float  # factor on the given one
     engines: int
-    holds: bool  # whether all promises were kept, see `holds`
+    holds: bool  # whether all SLOs were met, see `holds`
     levels: dict[str, dict[str, float]]  # metrics by level, see `metrics.Recorder`
 
 
@@ -92,7 +92,7 @@ def _try(
 
 
 def holds(levels: dict[str, dict[str, float]], slos: Sequence[Slo]) -> bool:
-    """Whether each level kept its promise: all targets met by the promised share of requests."""
+    """Whether each level met its SLO: all targets met by the SLO's share of requests."""
     return all(
         levels[str(level)]["slo_met"] >= slo.percentile / 100
         for level, slo in enumerate(slos)

@@ -28,7 +28,7 @@ class Scenario:
     policies: dict[str, Policy]  # by scheduler
 
     def slos(self, scheduler: str) -> list[Slo]:
-        """The promises to each level under a scheduler."""
+        """The SLO of each level under a scheduler."""
         return list(self.settings.slos or (tier.slo for tier in self.policies[scheduler].all_tiers))
 
 

@@ -205,7 +205,7 @@ class Settings(Section):
     overrides: dict[str, Any] = Field({})
     """Policy keys of all schedulers except `fcfs`."""
     slos: tuple[Slo, ...] = ()
-    """Promises under all schedulers: one entry per level. Unset: those of the tiers of each
+    """SLOs under all schedulers: one entry per level. Unset: those of the tiers of each
     scheduler's policy."""
     sweep: tuple[dict[str, tuple[Any, ...]], ...] = ()
     """Axes; every combination of their points is run. An axis maps fields (`workload.max_burst`) to

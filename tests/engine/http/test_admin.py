@@ -226,7 +226,7 @@ def test_server_continues_after_a_failed_action(server, capsys) -> None:
     assert complete(server)
 
 
-def test_tiers_are_shed_while_a_promise_is_broken(server, policy) -> None:
+def test_tiers_are_shed_while_an_slo_is_missed(server, policy) -> None:
     kept = policy.read_text()
     policy.write_text(kept.replace("slo: {ttft: 5}", "slo: {ttft: 0.00001}"))
     assert command(server, "policy", "reload") == 0

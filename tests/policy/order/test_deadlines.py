@@ -1,4 +1,4 @@
-"""Rank gained for a promised time to first token, until it is late."""
+"""Rank gained for the SLO's time to first token, until that is missed."""
 
 from jobs import make_job, policy_of, policy_ref, step, victims_for
 
@@ -33,11 +33,11 @@ def test_no_job_is_raised_after_its_deadline() -> None:
     assert watch.expire(4.0) == [] and not job.gain().deadline
 
 
-def test_jobs_with_a_first_token_or_no_promise_are_not_watched() -> None:
+def test_jobs_with_a_first_token_or_no_slo_are_not_watched() -> None:
     watch = CreditTimers(policy_ref(deadlines=Deadlines(enabled=True)))
-    resumed, unpromised = make_job(2, generated=3, credit=Credit(deadline=0.5)), make_job(2)
+    resumed, without_slo = make_job(2, generated=3, credit=Credit(deadline=0.5)), make_job(2)
     watch.wait(resumed, Slo(ttft=1.0))
-    watch.wait(unpromised, Slo())
+    watch.wait(without_slo, Slo())
     assert watch.expire(0.9) == [] and not resumed.gain().deadline
 
 

@@ -285,7 +285,7 @@ def test_background_is_shed_only_while_premium_waits_too_long() -> None:
     world.step(0.5)
     world.arrive(2)
     assert not world.refused
-    world.step(1.0)  # premium has waited 1.5 s, longer than promised
+    world.step(1.0)  # premium has waited 1.5 s, longer than its SLO
     assert world.arrive(2) in world.refused
     assert world.arrive(1) not in world.refused
     world.step(1.0)

@@ -76,22 +76,22 @@ TIERS = (
 )
 
 
-def test_compliance_is_the_lowest_over_the_promises() -> None:
+def test_compliance_is_the_lowest_over_the_slos() -> None:
     monitor = SloMonitor(policy_ref(TIERS), window=60)
-    assert monitor.compliance(0) is None and monitor.keeps_promise(0) is None
+    assert monitor.compliance(0) is None and monitor.meets_slo(0) is None
     for ttft in (0.5,) * 9 + (2.0,):
         monitor.record(0, ttft=ttft, now=1.0)
     monitor.record(0, e2e=9.0, now=1.0)
     assert monitor.compliance(0) == pytest.approx(0.9)
-    assert monitor.keeps_promise(0) is True
+    assert monitor.meets_slo(0) is True
     monitor.record(0, ttft=2.0, now=2.0)
-    assert monitor.keeps_promise(0) is False
-    assert monitor.keeps_promise(0, enough=100) is None
+    assert monitor.meets_slo(0) is False
+    assert monitor.meets_slo(0, enough=100) is None
     monitor.advance(100.0)
     assert monitor.compliance(0) is None
 
 
-def test_headroom_is_the_smallest_over_the_promises() -> None:
+def test_headroom_is_the_smallest_over_the_slos() -> None:
     monitor = SloMonitor(policy_ref(TIERS), window=60)
     monitor.record(0, ttft=0.5, e2e=2.0, now=1.0)
     assert monitor.headroom(0) == pytest.approx(0.5, abs=0.03)
@@ -99,7 +99,7 @@ def test_headroom_is_the_smallest_over_the_promises() -> None:
     assert monitor.headroom(0) == pytest.approx(-2.0, abs=0.2)
 
 
-def test_tier_without_promises_has_no_compliance_and_no_headroom() -> None:
+def test_tier_without_slos_has_no_compliance_and_no_headroom() -> None:
     monitor = SloMonitor(policy_ref(TIERS), window=60)
     monitor.record(1, ttft=100.0, tpot=1.0, e2e=1000.0, now=1.0)
     assert monitor.compliance(1) is None and monitor.headroom(1) is None

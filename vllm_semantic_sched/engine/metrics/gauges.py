@@ -228,13 +228,13 @@ def _seating(core: SchedulingCore, counters: Counters) -> Gauges:
 
 
 def _overload(core: SchedulingCore) -> Gauges:
-    """Gauges of pressure, shedding and promises. O(tiers)."""
+    """Gauges of pressure, shedding and SLOs. O(tiers)."""
     assert core.overload is not None
     load = core.overload.load
     names = core.policy.tier_names
     use = load.use()
 
-    def promised(share_of: Callable[[int], float | None]) -> dict[str, float]:
+    def with_slo(share_of: Callable[[int], float | None]) -> dict[str, float]:
         """Where nothing was measured of late, nothing was broken."""
         shares = {}
         for level, name in enumerate(names):
@@ -252,6 +252,6 @@ def _overload(core: SchedulingCore) -> Gauges:
         "queued_tokens": _by_tier(
             core, lambda level: round(core.allocations.levels[level].queued_tokens)
         ),
-        "slo_compliance": promised(load.slo.compliance),
-        "slo_headroom": promised(load.slo.headroom),
+        "slo_compliance": with_slo(load.slo.compliance),
+        "slo_headroom": with_slo(load.slo.headroom),
     }

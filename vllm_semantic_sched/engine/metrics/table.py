@@ -158,17 +158,17 @@ GAUGES = {
     "pressure": Metric("How scarce resources are: 0 none, 1 warning, 2 critical."),
     "resource_use": Metric(
         "Use of each resource by what there is: kv, seats and queue as predicted, step by the "
-        "shortest promised time per token.",
+        "shortest SLO for the time per token.",
         {"resource": ()},
     ),
     "shed_tiers": Metric("Number of tiers being shed."),
     "queued_tokens": Metric("Predicted tokens of requests that wait for a first seat.", _TIER),
     "slo_compliance": Metric(
-        "Share of requests that met what their tier is promised, over the window.", _TIER
+        "Share of requests that met the SLO of their tier, over the window.", _TIER
     ),
     "slo_headroom": Metric(
-        "How far the promised percentile is below its target, as a share of the target; negative "
-        "where a promise is broken.",
+        "How far the SLO's percentile is below its target, as a share of the target; negative "
+        "where an SLO is missed.",
         _TIER,
     ),
     "waiting_requests": Metric("Requests without a seat.", _TIER),

@@ -28,7 +28,7 @@ from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
 
 @dataclass(frozen=True)
 class Limits:
-    """What the engine promised the device."""
+    """The engine settings that the device relies on."""
 
     sequences: int
     tokens: int  # in a step

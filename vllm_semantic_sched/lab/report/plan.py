@@ -39,12 +39,12 @@ def rows(scenario: Scenario, answers: Answers) -> list[list[str]]:
         none = f"more than {MOST_ENGINES}"
         return [none if trial is None else str(trial.engines) for trial in best]
 
-    lines = [["largest load that keeps all promises, requests/s", *cells("load")]]
+    lines = [["largest load that meets all SLOs, requests/s", *cells("load")]]
     for question, routing in ENGINE_QUESTIONS.items():
         lines.append([f"engines for the given load, {routing}", *cells(question)])
     trials = [answers[scheduler, "now"].trials[0] for scheduler in schedulers]
-    promises = scenario.slos(schedulers[-1])
-    levels = map(str, range(len(promises)))
+    slos = scenario.slos(schedulers[-1])
+    levels = map(str, range(len(slos)))
     shown = [*itertools.product(levels, _LEVEL_METRICS), *itertools.product([ALL], _ALL_METRICS)]
     for level, metric in shown:
         values = [trial.levels.get(level, {}).get(metric, math.nan) for trial in trials]
@@ -52,14 +52,14 @@ def rows(scenario: Scenario, answers: Answers) -> list[list[str]]:
             continue
         label = f"{level_title(level)}: {metric}"
         if metric == "slo_met":
-            label += f" ({_promise_text(promises[int(level)])})"
+            label += f" ({_slo_text(slos[int(level)])})"
         lines.append([label, *map(number_text, values)])
     return lines
 
 
-def _promise_text(slo: Slo) -> str:
+def _slo_text(slo: Slo) -> str:
     texts = [f"{name} {value:g} s" for name, value in targets(slo).items()]
-    return f"{slo.percentile:g} %: {', '.join(texts)}" if texts else "no promise"
+    return f"{slo.percentile:g} %: {', '.join(texts)}" if texts else "no SLO"
 
 
 def rate(trial: Trial) -> float:
@@ -68,7 +68,7 @@ def rate(trial: Trial) -> float:
 
 
 def _kept(trial: Trial) -> float:
-    """The lowest share of kept promises of any level."""
+    """The lowest share of requests that met their SLO of any level."""
     return min(row["slo_met"] for row in trial.levels.values() if "slo_met" in row)
 
 
@@ -91,7 +91,7 @@ def write_plan(folder: Path, scenario: Scenario, answers: Answers) -> list[Path]
 
 
 def plan_page(scenario: Scenario, answers: Answers) -> Page:
-    """Kept promises over the load, engines for the given load, trials, and seats per policy."""
+    """SLO met over the load, engines for the given load, trials, and seats per policy."""
     schedulers = list(scenario.policies)
     colors = series_colors(schedulers)
     now = answers[schedulers[0], "now"].trials[0]
@@ -104,7 +104,9 @@ def plan_page(scenario: Scenario, answers: Answers) -> Page:
         engines[name] = [math.nan if trial is None else trial.engines for trial in best]
     parts: list[Table | Chart] = [
         Table("Plan", ["", *schedulers], rows(scenario, answers)),
-        Chart("Lowest share of kept promises, any level", "requests/s", "share", lines),
+        Chart(
+            "Lowest share of requests that met their SLO, any level", "requests/s", "share", lines
+        ),
         grouped_bars(
             "Engines for the given load",
             "engines",
@@ -126,7 +128,7 @@ def plan_page(scenario: Scenario, answers: Answers) -> Page:
 
 
 def _trials(answers: Answers) -> Table:
-    columns = ["policy", "question", "requests/s", "engines", "kept promises", "holds"]
+    columns = ["policy", "question", "requests/s", "engines", "SLO met", "holds"]
     cells: list[list[str | float]] = []
     for answer in answers.values():
         for trial in answer.trials:
@@ -140,4 +142,4 @@ def _trials(answers: Answers) -> Table:
                     "yes" if trial.holds else "no",
                 ]
             )
-    return Table("Trials", columns, cells, note="Kept promises: the lowest share of any level.")
+    return Table("Trials", columns, cells, note="SLO met: the lowest share of any level.")

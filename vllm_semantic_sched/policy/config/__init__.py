@@ -33,8 +33,8 @@ class Policy(Section):
     levels: int = Field(5, ge=1, le=100)
     """Urgency levels; 0 is the most urgent."""
     tiers: tuple[Tier, ...] = ()
-    """Name, promises and limits of each level: one entry per level, most urgent first. Empty:
-    levels without names or promises."""
+    """Name, SLOs and limits of each level: one entry per level, most urgent first. Empty:
+    levels without names or SLOs."""
     default_level: int = Field(2, ge=0)
     """Level of a request without a hint or a prediction."""
     profile: str = AUTO
@@ -97,7 +97,7 @@ class Policy(Section):
 
     @cached_property
     def all_tiers(self) -> tuple[Tier, ...]:
-        """The tier of each level; without promises or limits if the policy has no tiers."""
+        """The tier of each level; without SLOs or limits if the policy has no tiers."""
         return self.tiers or tuple(Tier(name=str(level)) for level in range(self.levels))
 
     @cached_property
@@ -106,7 +106,7 @@ class Policy(Section):
         return tuple(tier.name for tier in self.all_tiers)
 
     def in_stock_order(self) -> Policy:
-        """The policy of vLLM's own scheduler, with the same levels and promises."""
+        """The policy of vLLM's own scheduler, with the same levels and SLOs."""
         tiers = tuple(Tier(name=tier.name, slo=tier.slo) for tier in self.tiers)
         return Policy(
             base="fcfs", levels=self.levels, default_level=self.default_level, tiers=tiers

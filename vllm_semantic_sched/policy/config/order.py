@@ -36,11 +36,11 @@ class Aging(Section):
 
 
 class Deadlines(Section):
-    """Rank gained for a tier's promised time to first token (`tiers[].slo.ttft`)."""
+    """Rank gained for a tier's SLO for the time to first token (`tiers[].slo.ttft`)."""
 
     enabled: bool = False
-    """Requests whose tier promises a first token run before the rest of their level, until they
-    have it or the promise is broken."""
+    """Requests whose tier has an SLO for the first token run before the rest of their level, until
+    they have it or the SLO is missed."""
 
 
 class FairShareKnobs(Section):

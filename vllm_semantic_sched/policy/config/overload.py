@@ -1,4 +1,4 @@
-"""Keys about overload: admission, deduplication, pressure, shedding, promises."""
+"""Keys about overload: admission, deduplication, pressure, shedding, SLOs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Dedup = Literal["none", "waiting", "running"]
 
 
 class Shedding(Section):
-    """Refusal of whole tiers (`tiers.shed_order`) while other tiers miss their promises."""
+    """Refusal of whole tiers (`tiers.shed_order`) while other tiers miss their SLOs."""
 
     enabled: bool = False
     """Shed tiers that have a `shed_order`."""

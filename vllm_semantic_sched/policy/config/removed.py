@@ -95,7 +95,7 @@ REMOVED = {
         "in time"
     ),
     "shedding.recover": (
-        "a tier is served again after promises were kept for two seconds, and longer each time "
+        "a tier is served again after SLOs were met for two seconds, and longer each time "
         "it soon has to be shed again"
     ),
     "dedup.enabled": "`dedup` says all: `none`, `waiting` or `running`",

@@ -1,4 +1,4 @@
-"""Tiers: the urgency levels with names, promises and limits (S3, S4, S8)."""
+"""Tiers: the urgency levels with names, SLOs and limits (S3, S4, S8)."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -9,7 +9,7 @@ from vllm_semantic_sched.policy.config.section import Section
 
 
 class Slo(Section):
-    """Latency promised to a tier; unset: no promise."""
+    """Latency objectives of a tier; unset: none."""
 
     ttft: float | None = Field(None, gt=0)
     """Time to first token, seconds."""

@@ -1,4 +1,4 @@
-"""Levels that waiting requests gain: by a promise, and by aging, so that none starves.
+"""Levels that waiting requests gain: by an SLO, and by aging, so that none starves.
 
 - A request at level l that has waited k times `interval` seconds gets level l - k, and is promoted
   no further below level 0. There it is *overdue*; overdue requests run by arrival.
@@ -52,13 +52,13 @@ class _Timer:
 
 
 class CreditTimers:
-    """Timers by which waiting jobs gain levels: in steps by waiting (aging), and for their promised
-    time to first token, until that is missed. A job that leaves the queue has no
-    timer and keeps what it has gained; what a deadline gave ends with the first token."""
+    """Timers by which waiting jobs gain levels: in steps by waiting (aging), and for the time
+    to first token of their SLO, until that is missed. A job that leaves the queue has no timer and
+    keeps what it has gained; what a deadline gave ends with the first token."""
 
     def __init__(self, ref: PolicyRef) -> None:
         self.promotions = 0  # so far
-        self.deadline_boosted = 0  # jobs so far that a promise raised
+        self.deadline_boosted = 0  # jobs so far that an SLO raised
         # Raised waiting jobs that may preempt a job that has its first token.
         self.may_take_seats: set[Job] = set()
         self._ref = ref

@@ -1,1 +1,1 @@
-"""Overload control: admission, promises, shedding, refusals."""
+"""Overload control: admission, SLOs, shedding, refusals."""

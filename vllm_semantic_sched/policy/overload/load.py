@@ -1,4 +1,4 @@
-"""Load of the engine: predicted work, throughput, pressure, kept promises and shed tiers."""
+"""Load of the engine: predicted work, throughput, pressure, SLO met and shed tiers."""
 
 import enum
 import math
@@ -21,12 +21,12 @@ _RECENT = 29.0  # busy seconds after which finished tokens and busy time count 1
 _TOKENS, _SECONDS = 0, 1  # places in `LoadMonitor._done`
 _ENOUGH = 1.0  # busy seconds before throughput is measured
 _SLO_WINDOW = 60.0  # seconds over which compliance and headroom are measured
-_LOOK_SECONDS = 0.1  # between two updates of pressure and promises
+_LOOK_SECONDS = 0.1  # between two updates of pressure and SLOs
 _STEP_WEIGHT = 0.1  # of the newest step in the smoothed step time
 _LONGEST_STEP = 5.0  # seconds; anything longer is a pause
 _SHED_WINDOW = 5.0  # seconds of latencies that decide on shedding: some tens of requests
 _SAMPLES = 5  # measured requests in that window from which a tier is judged; fewer are chance
-# Seconds that promises must be kept before the tier shed last is served again. Doubles each time
+# Seconds that SLOs must be met before the tier shed last is served again. Doubles each time
 # that tier soon has to be shed again, up to eightfold, so that shedding does not oscillate.
 RECOVER, _LONGEST_RECOVERY = 2.0, 8
 ESCALATE = 1.0  # fewest seconds between shedding one tier and the next
@@ -42,7 +42,7 @@ class _Marks(NamedTuple):
 
 
 # KV and seats: beyond 1 requests wait or are preempted, which the order absorbs for a while; with
-# four requests per seat a new one waits for three answers. Queue and steps: 1 breaks a promise.
+# four requests per seat a new one waits for three answers. Queue and steps: 1 misses an SLO.
 _KV, _SEATS = _Marks(0.9, 1.2), _Marks(1.5, 4.0)
 _QUEUE, _STEP = _Marks(0.5, 0.9), _Marks(0.8, 1.0)
 
@@ -62,7 +62,7 @@ class Use:
     kv: float = 0.0  # blocks in use or predicted to be needed by running requests, the larger
     seats: float = 0.0  # running and waiting requests per seat
     queue: float = 0.0  # waiting requests, relative to `admission.queue`
-    step: float = 0.0  # smoothed step time, relative to the shortest `tpot` promised to a tier
+    step: float = 0.0  # smoothed step time, relative to the shortest SLO for `tpot` of a tier
 
 
 class PressureMonitor:
@@ -116,8 +116,8 @@ class Shedder:
         """Whether a tier would stay in service if one more step were taken."""
         return tier.shed_order not in self._orders.table[: self.stage + 1]
 
-    def observe(self, broken: bool, calm: bool, now: float) -> None:
-        """Take a step if it is due: up if a promise to a tier that would stay is `broken`, all the
+    def observe(self, missed: bool, calm: bool, now: float) -> None:
+        """Take a step if it is due: up if the SLO of a tier that would stay is `missed`, all the
         way down if the engine stays `calm`, without pressure and with few requests waiting."""
         rules = self._ref.policy.shedding
         steps = len(self._orders.table) if rules.enabled else 0
@@ -128,7 +128,7 @@ class Shedder:
             self._calm_since = now
         if self._calm_since is not None and now - self._calm_since >= RECOVER:
             self.stage, self._patience, self._kept_since = 0, 1, None
-        elif broken:
+        elif missed:
             self._kept_since = None
             if self.stage < steps and now - self._changed >= ESCALATE:
                 self._step_up(now)
@@ -155,7 +155,7 @@ def _shed_orders(policy: Policy) -> Sequence[int]:
 
 
 class LoadMonitor:
-    """Monitors predicted work, pressure, promises and shed tiers."""
+    """Monitors predicted work, pressure, SLOs and shed tiers."""
 
     def __init__(
         self, ref: PolicyRef, estimates: Estimator, limits: Limits, capacity: EngineCapacity
@@ -224,19 +224,19 @@ class LoadMonitor:
         self._recent.advance(now)
         self.pressure.observe(self.use(), now)
         calm = not self.pressure.present and self.allocations.all.queued < self._seats
-        self.shedder.observe(self._broken(now), calm, now)
+        self.shedder.observe(self._missed(now), calm, now)
 
     # Derived state
 
     def use(self) -> Use:
         """Use of each resource, now and as predicted."""
         waiting = self.allocations.all.queued
-        promised = [tier.slo.tpot for tier in self.tiers if tier.slo.tpot is not None]
+        targets = [tier.slo.tpot for tier in self.tiers if tier.slo.tpot is not None]
         return Use(
             kv=max(self._kv_use, self._predicted_tokens() / self._kv_tokens),
             seats=(len(self.allocations) + waiting) / self._seats,
             queue=waiting / self.limits.table.all.queued,
-            step=self._step_seconds / min(promised) if promised and len(self.allocations) else 0.0,
+            step=self._step_seconds / min(targets) if targets and len(self.allocations) else 0.0,
         )
 
     def outstanding(self) -> list[float]:
@@ -258,18 +258,18 @@ class LoadMonitor:
         """Whether new requests of a level are refused."""
         return self.shedder.is_shed(self.tiers[level])
 
-    def _broken(self, now: float) -> bool:
-        """Whether a promise to a tier that would benefit from shedding is broken: by measured
+    def _missed(self, now: float) -> bool:
+        """Whether a tier that would benefit from shedding misses its SLO: by measured
         latencies, or because its oldest request has already waited too long."""
         rules = self._ref.policy.shedding
         if not rules.enabled:
             return False
         for level, tier in enumerate(self.tiers):
             if self.shedder.benefits(tier):
-                if self._recent.keeps_promise(level, _SAMPLES) is False:
+                if self._recent.meets_slo(level, _SAMPLES) is False:
                     return True
-                oldest, promised = self.account.oldest(level), tier.slo.ttft
-                if oldest and promised is not None and now - oldest.arrival > promised:
+                oldest, target = self.account.oldest(level), tier.slo.ttft
+                if oldest and target is not None and now - oldest.arrival > target:
                     return True
         return False
 

@@ -1,4 +1,4 @@
-"""Measures over a rolling window whether each tier gets its promised latency."""
+"""Measures over a rolling window whether each tier gets its SLO."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from vllm_semantic_sched.policy.config.reference import Derived, PolicyRef
 from vllm_semantic_sched.policy.config.tiers import Slo
 from vllm_semantic_sched.policy.facts.lately import SlidingWindow
 
-MEASURES = ("ttft", "tpot", "e2e")  # latencies that can be promised, see `tiers.Slo`
+MEASURES = ("ttft", "tpot", "e2e")  # latencies that an SLO may state, see `tiers.Slo`
 _RELATIVE_ACCURACY = 0.02
 _MOST_BINS = 600  # hold values from 0.1 ms to 28 h at this accuracy
 _SLOTS = 12
@@ -78,16 +78,16 @@ class RollingValues:
 
 
 def targets(slo: Slo) -> dict[str, float]:
-    """The promised latencies by measure, seconds; empty if nothing is promised."""
+    """The SLOs by measure, seconds; empty if no level has an SLO."""
     return slo.model_dump(include={*MEASURES}, exclude_none=True)
 
 
 class SloMonitor:
-    """Compliance and headroom of each level, whose tier has promises, over a window of seconds."""
+    """Compliance and headroom of each level, whose tier has an SLO, over a window of seconds."""
 
     def __init__(self, ref: PolicyRef, window: float) -> None:
         self._ref = ref
-        # Measured seconds of each level, promised or not.
+        # Measured seconds of each level, with an SLO or without.
         self.values = [
             {measure: RollingValues(window) for measure in MEASURES}
             for _ in range(ref.policy.levels)
@@ -98,7 +98,7 @@ class SloMonitor:
 
     @property
     def targets(self) -> Sequence[dict[str, float]]:
-        """The promised latencies of each level. Values in the window keep their old ones."""
+        """The SLOs of each level. Values in the window keep their old ones."""
         return self._targets.table
 
     def _percentile(self, level: int) -> float:
@@ -119,14 +119,14 @@ class SloMonitor:
                     values.advance(now)
 
     def compliance(self, level: int) -> float | None:
-        """Smallest share of requests that met their target, over the promised measures. None
-        without promises or values."""
-        promised = map(self.values[level].__getitem__, self.targets[level])
-        return min((values.met / values.count for values in promised if values.count), default=None)
+        """Smallest share of requests that met their target, over the measures with an SLO. None
+        without an SLO or values."""
+        measured = map(self.values[level].__getitem__, self.targets[level])
+        return min((values.met / values.count for values in measured if values.count), default=None)
 
     def headroom(self, level: int) -> float | None:
-        """Smallest relative distance of the promised percentile below its target, over the
-        promised measures. Negative if a promise is broken, None without promises or values."""
+        """Smallest relative distance of the SLO's percentile below its target, over the
+        measures with an SLO. Negative if an SLO is missed, None without an SLO or values."""
         values, percent = self.values[level], self._percentile(level)
         rooms = (
             1.0 - observed / target
@@ -135,8 +135,8 @@ class SloMonitor:
         )
         return min(rooms, default=None)
 
-    def keeps_promise(self, level: int, enough: int = 1) -> bool | None:
-        """Whether compliance reaches the promised percentage; None if no promised measure has
+    def meets_slo(self, level: int, enough: int = 1) -> bool | None:
+        """Whether compliance reaches the SLO's percentage; None if no measure with an SLO has
         `enough` values."""
         share = self.compliance(level)
         counts = (self.values[level][measure].count for measure in self.targets[level])
