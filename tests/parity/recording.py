@@ -203,7 +203,7 @@ def state_of(job: Job) -> tuple[Any, ...]:
         credit.promotions,
         credit.deadline,
         credit.share,
-        job.preemptions,
+        job.preempted.times,
     )
 
 

@@ -11,7 +11,7 @@ from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.estimates.decision import Hint, reading_level, reading_order
 from vllm_semantic_sched.policy.estimates.length import DEFAULT_TOKENS
 from vllm_semantic_sched.policy.facts.capacity import Need
-from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource
+from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource, Preempted
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.profile.formula import load_profile
 from vllm_semantic_sched.policy.retention import HostRoom
@@ -271,7 +271,7 @@ def test_shorter_preempts_much_longer_job_of_same_level(base, shorter, yields) -
     chosen = victims_for(core, short, need, freed=1)
     assert [job.request_id for job in chosen] == ["long as well"] * yields
     for job in running:
-        job.urgent_preemptions = 1
+        job.preempted = Preempted(1, urgent=1)
     assert victims_for(core, short, need, freed=1) == []
 
 

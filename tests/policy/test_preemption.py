@@ -9,7 +9,7 @@ from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.eviction import Preemption
 from vllm_semantic_sched.policy.core import URGENT, SchedulingCore
 from vllm_semantic_sched.policy.facts.capacity import Need
-from vllm_semantic_sched.policy.facts.job import Job, Rank
+from vllm_semantic_sched.policy.facts.job import Job, Preempted, Rank
 from vllm_semantic_sched.policy.order.running import RunningSet
 from vllm_semantic_sched.policy.preemption import choose_victims
 from vllm_semantic_sched.policy.profile.formula import load_profile
@@ -38,7 +38,9 @@ candidates = st.lists(
     st.integers(1, 6),
 )
 def test_victims(jobs, level, seats, blocks, gap, max_victims) -> None:
-    freed = {make_job(job_level, urgent_preemptions=n): free for job_level, n, free in jobs}
+    freed = {
+        make_job(job_level, preempted=Preempted(n, urgent=n)): free for job_level, n, free in jobs
+    }
     limits = Preemption(min_level_gap=gap, max_per_request=3)
     need = Need(seats, blocks)
     victims = choose_victims(level, need, run(freed), limits, max_victims, freed.__getitem__)
@@ -46,7 +48,7 @@ def test_victims(jobs, level, seats, blocks, gap, max_victims) -> None:
     eligible = {
         job: free
         for job, free in freed.items()
-        if free is not None and job.level >= level + gap and job.urgent_preemptions < 3
+        if free is not None and job.level >= level + gap and job.preempted.urgent < 3
     }
     assert set(victims) <= set(eligible) and len(victims) <= max_victims
     if victims:
@@ -102,7 +104,7 @@ def test_progress_spares_long_answers_and_those_preempted_before(
     generated, preemptions, first
 ) -> None:
     jobs = [
-        make_job(2, generated=tokens, preemptions=count)
+        make_job(2, generated=tokens, preempted=Preempted(count))
         for tokens, count in zip(generated, preemptions, strict=True)
     ]
     assert victim_of([*jobs, make_job(1)], victim="progress") is jobs[first]
@@ -130,7 +132,7 @@ def test_last_preemption_protects_promotes_or_drops(after) -> None:
     assert (
         core.plan_preemption(job, job.computed).kind is PreemptionKind.RECOMPUTE
     )  # it cannot be told
-    other_tier = make_job(1, urgent_preemptions=1)
+    other_tier = make_job(1, preempted=Preempted(1, urgent=1))
     assert (
         core.plan_preemption(other_tier, other_tier.computed, can_drop=True).kind
         is PreemptionKind.RECOMPUTE

@@ -190,7 +190,7 @@ def test_no_victim_for_a_request_that_ends_in_the_same_step() -> None:
     core.lifecycle.clock = lambda: 5.0
     engine.begin_step()
     assert urgent.refused == "queue_timeout"
-    assert background.job.preemptions == 0 and background.job.state is JobState.RUNNING
+    assert background.job.preempted.times == 0 and background.job.state is JobState.RUNNING
 
 
 def test_prediction_is_applied_before_room_is_made() -> None:
@@ -204,7 +204,7 @@ def test_prediction_is_applied_before_room_is_made() -> None:
     assert unread.job.level == 4
     engine.begin_step()
     assert unread.job.level == 0 and unread.job.state is JobState.RUNNING
-    assert background.job.preemptions == 1
+    assert background.job.preempted.times == 1
 
 
 def test_predicted_level_is_judged_by_the_bound_of_its_tier() -> None:

@@ -13,9 +13,11 @@ from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import (
     FREE_LENGTH,
+    Draft,
     Job,
     JobState,
     LevelSource,
+    Preempted,
     Rank,
     StatedLength,
     rank_of,
@@ -206,8 +208,8 @@ class SchedulingCore:
             tenant=tenant,
         )
         self.levels.glance(job, provisional)
-        job.drafted_seconds = self.estimates.rank_seconds(job)
-        job.drafted_tokens = self.estimates.tokens(job)
+        estimates = self.estimates
+        job.draft = Draft(seconds=estimates.rank_seconds(job), tokens=estimates.tokens(job))
         return job
 
     def arrive(self, job: Job, now: float) -> Job:
@@ -254,7 +256,9 @@ class SchedulingCore:
             self.lifecycle.move(job, JobState.WAITING, "input")
         if queue is not self.waiting:
             self._skip(job, lasting=True)
-        seconds, job.drafted_seconds = job.drafted_seconds, None
+        draft, seconds = job.draft, None
+        if draft is not None:
+            seconds, draft.seconds = draft.seconds, None
         if job.awaits_prediction and job.level_source is _DEFAULT and _is_fresh(job):
             queue.buffer(job)
         elif seconds is not None:
@@ -315,7 +319,7 @@ class SchedulingCore:
         waits = self.lifecycle.waits
         if waits is not None:
             waits.seated(job.level)
-            if job.preemptions and job.seat is not None:
+            if job.preempted.times and job.seat is not None:
                 job.seat.restoring = waits.clock()
         self._store_running(job)
 
@@ -335,7 +339,7 @@ class SchedulingCore:
         policy, limits, dropping = self.policy, self.policy.preemption, None
         if can_drop and policy.all_tiers[job.level].drop:
             dropping = drop_seconds(job, self.estimates.output_tokens(job), self.profile)
-        at_limit = job.urgent_preemptions >= limits.max_per_request
+        at_limit = job.preempted.urgent >= limits.max_per_request
         must_end = limits.after_limit == "drop" and at_limit
         return plan_preemption(job, held, self.profile, policy.retention, host, dropping, must_end)
 
@@ -350,7 +354,7 @@ class SchedulingCore:
     def is_thrashing(self, job: Job) -> bool:
         """Whether a job that was preempted has got few new tokens in its present seat."""
         before = 0 if job.seat is None else job.seat.generated
-        return job.preemptions > 0 and job.generated - before < _THRASH_TOKENS
+        return job.preempted.times > 0 and job.generated - before < _THRASH_TOKENS
 
     def preempt(
         self, job: Job, plan: PreemptionPlan, reason: str = "", beneficiary: Job | None = None
@@ -358,14 +362,14 @@ class SchedulingCore:
         """Take a running job's seat, for the `beneficiary` if that is known; the caller queues it
         again, or ends it if the plan says so."""
         self._leave(job)
-        job.preemptions += 1
-        job.preemption_seconds += plan.seconds
-        if reason == URGENT:
-            job.urgent_preemptions += 1
-            if plan.kind is not PreemptionKind.DROP:
-                self.protection.spend(plan.seconds)
+        before, urgent = job.preempted, reason == URGENT
+        job.preempted = Preempted(
+            before.times + 1, before.urgent + urgent, before.seconds + plan.seconds
+        )
+        if urgent and plan.kind is not PreemptionKind.DROP:
+            self.protection.spend(plan.seconds)
         limits = self.policy_ref.policy.preemption
-        if limits.after_limit == "promote" and job.urgent_preemptions >= limits.max_per_request:
+        if limits.after_limit == "promote" and job.preempted.urgent >= limits.max_per_request:
             job.gain().preemptions = 1.0
         job.computed = plan.on_device
         job.swapped = plan.saved
@@ -564,7 +568,7 @@ class SchedulingCore:
 
 def _is_fresh(job: Job) -> bool:
     """Whether a job has never had a seat."""
-    return job.computed == 0 and job.preemptions == 0 and job.generated == 0
+    return job.computed == 0 and not job.preempted.times and job.generated == 0
 
 
 def _by_rank(policy: Policy) -> Policy:

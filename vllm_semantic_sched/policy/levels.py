@@ -70,7 +70,7 @@ class LevelDecider:
             inversions.read(job)
         job.awaits_prediction = False
         job.read_at = self._lifecycle.clock()
-        job.drafted_seconds = job.drafted_tokens = None  # estimated without it
+        job.draft = None  # made without it
         if prediction is not None:
             job.prediction = prediction
             if job.level_source in (LevelSource.DEFAULT, LevelSource.INSTANT):

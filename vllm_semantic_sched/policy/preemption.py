@@ -123,9 +123,7 @@ def choose_victims(
         above = its_level < level or (its_level == level and not among_equals)
         if above or (near and gives_way is None):
             break  # all others are at least as urgent
-        protected = near or (
-            job.urgent_preemptions >= limits.max_per_request and not droppable(job)
-        )
+        protected = near or (job.preempted.urgent >= limits.max_per_request and not droppable(job))
         if protected and (gives_way is None or not gives_way(job)):
             continue
         freed = freeable_blocks(job)
@@ -438,7 +436,7 @@ class Eviction:
 
         def progress(victim: Job) -> float:
             plans.observe(victim)
-            return victim.generated + _PREEMPTION_TOKENS * victim.preemptions
+            return victim.generated + _PREEMPTION_TOKENS * victim.preempted.times
 
         orders = {"cost": plans.seconds, "progress": progress}
         return orders.get(self._seating.policy.preemption.victim)
@@ -452,7 +450,7 @@ class Eviction:
         """Whether the preemption of a job costs at most `affordable` seconds. One that ends it
         (`after_limit`) costs nothing."""
         limit = self._seating.policy.preemption.max_per_request
-        ends = victim.urgent_preemptions >= limit and self._is_droppable(victim)
+        ends = victim.preempted.urgent >= limit and self._is_droppable(victim)
         return ends or plans.seconds(victim) <= affordable
 
     def _gives_way(
@@ -465,9 +463,7 @@ class Eviction:
 
         def gives_way(victim: Job) -> bool:
             answering = takes_seat and victim.first_token is not None
-            if victim.urgent_preemptions < limit and (
-                answering or remaining(victim) >= longer_than
-            ):
+            if victim.preempted.urgent < limit and (answering or remaining(victim) >= longer_than):
                 return True
             return borrowed is not None and borrowed(victim)
 

@@ -90,7 +90,7 @@ def plan_preemption(
     plan = _plan(on_device, kept_to, held, profile)
     if drop_seconds is None or retention.mode == "none":
         return plan
-    if must_end or job.preemption_seconds + plan.seconds > drop_seconds:
+    if must_end or job.preempted.seconds + plan.seconds > drop_seconds:
         return PreemptionPlan(PreemptionKind.DROP, 0, 0, 0, 0.0, drop_seconds)
     return plan
 

@@ -8,7 +8,7 @@ from vllm_semantic_sched.policy.config.tiers import Slo
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import Hint
 from vllm_semantic_sched.policy.facts.capacity import Need
-from vllm_semantic_sched.policy.facts.job import Credit, LevelSource
+from vllm_semantic_sched.policy.facts.job import Credit, LevelSource, Preempted
 from vllm_semantic_sched.policy.order.credit import CreditTimers
 from vllm_semantic_sched.policy.profile.formula import load_profile
 
@@ -63,7 +63,7 @@ def seated(core: SchedulingCore, level: int, first_token: bool, preemptions: int
     core.enqueue(job, core.waiting)
     core.take(job, core.waiting)
     core.start(job)
-    job.urgent_preemptions = preemptions
+    job.preempted = Preempted(preemptions, urgent=preemptions)
     if first_token:
         core.first_token(job)
     return job

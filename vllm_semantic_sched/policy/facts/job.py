@@ -145,6 +145,25 @@ class Seat:
     restoring: float | None = None  # since when, in seconds, it restores lost KV, if logged
 
 
+class Preempted(NamedTuple):
+    """The preemptions that a job has had."""
+
+    times: int = 0
+    urgent: int = 0  # of these, for more urgent requests
+    seconds: float = 0.0  # their planned cost
+
+
+NEVER_PREEMPTED = Preempted()
+
+
+@dataclass(slots=True)
+class Draft:
+    """Estimates of a job on its way, each used once, on arrival."""
+
+    seconds: float | None  # rank seconds; None once they are used
+    tokens: float  # prompt and output
+
+
 class Source(NamedTuple):
     """What a replay needs to know of where a request came from."""
 
@@ -196,9 +215,7 @@ class Job:
     prediction: Prediction | None = None
     sure_level: int | None = 0  # the most urgent one whose rights it may have now; None: no rights
     best_level: int = 0  # the most urgent that its tenant's cap on top levels allows
-    # Rank seconds, and prompt and output tokens, expected when drafted: each used once, on arrival.
-    drafted_seconds: float | None = None
-    drafted_tokens: float | None = None
+    draft: Draft | None = None  # None: to be estimated anew
 
     # Place
     state: JobState = JobState.WAITING
@@ -214,9 +231,7 @@ class Job:
     waited: float = 0.0  # seconds without a seat, up to `entered`, and seconds held
 
     # History
-    preemptions: int = 0
-    urgent_preemptions: int = 0  # of these, for more urgent requests
-    preemption_seconds: float = 0.0  # their planned cost
+    preempted: Preempted = NEVER_PREEMPTED
     started: float | None = None  # first seat
     first_token: float | None = None
     read_at: float | None = None  # when its prediction came

@@ -75,7 +75,7 @@ class Seating(OrderingRules):
         charge = job.seat.charge if job.seat is not None else None
         if charge is not None:
             self.overtaking.withdrawn(charge.overtook, charge.credit)
-            self._charge(job, -charge.seconds, charge.level, to_tenant=not job.preemptions)
+            self._charge(job, -charge.seconds, charge.level, to_tenant=not job.preempted.times)
         self.allocations.release(job)
         if self.used.table.kv_peak:
             self.kv_peak.discard(job)
@@ -171,7 +171,7 @@ class Seating(OrderingRules):
         seat.charge = Charge(job.level, seconds, overtook, credit)
         if self.used.table.kv_peak:
             self.kv_peak.add(job)
-        self._charge(job, seconds, to_tenant=not job.preemptions)
+        self._charge(job, seconds, to_tenant=not job.preempted.times)
         self.waiting.changed()
 
     def _charge(

@@ -9,7 +9,7 @@ from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.reference import Derived, PolicyRef
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
-from vllm_semantic_sched.policy.facts.job import Job, JobState
+from vllm_semantic_sched.policy.facts.job import Draft, Job, JobState
 from vllm_semantic_sched.policy.limits import Limits
 from vllm_semantic_sched.policy.overload.account import Entry
 from vllm_semantic_sched.policy.overload.admission import SHED, admits_all, judge
@@ -74,7 +74,7 @@ class OverloadControl(Listener):
 
     def enter(self, job: Job) -> None:
         """Admit a new job without a dedup key under a policy that `admits_all`."""
-        entry = self._entry(job, job.arrival, job.drafted_tokens)
+        entry = self._entry(job, job.arrival, job.draft)
         self.account.enter(job, entry, self._timeouts.table[entry.level])
 
     def admit(
@@ -90,7 +90,7 @@ class OverloadControl(Listener):
         if dedup_key is None and self._admits_all.table:
             self.enter(job)
             return []
-        entry = self._entry(job, now, job.drafted_tokens)
+        entry = self._entry(job, now, job.draft)
         self.load.look(now)
         if dedup_key is None:
             return self._let_in(job, entry, free_seats(), [])
@@ -160,13 +160,12 @@ class OverloadControl(Listener):
                 ended.append(self._end(job, level, Code.SHED, reason))
         return ended
 
-    def _entry(self, job: Job, since: float, tokens: float | None = None) -> Entry:
+    def _entry(self, job: Job, since: float, draft: Draft | None = None) -> Entry:
         level = job.level
         if job.level_unread:
             # A misread emergency must not be refused before the predictor has read it.
             level = min(level, self._ref.policy.default_level)
-        if tokens is None:
-            tokens = self._estimates.tokens(job)
+        tokens = self._estimates.tokens(job) if draft is None else draft.tokens
         return _new_tuple(Entry, (level, tokens, job.tenant, since))  # half the time of Entry()
 
     def _end(
