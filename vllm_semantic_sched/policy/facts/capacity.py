@@ -44,18 +44,13 @@ class Allocation:
     blocks: int = 0
     tokens: float = 0.0  # KV tokens that they are predicted to need in the end
     queued: int = 0  # those of them that wait for a first seat
-    queued_tokens: float = 0.0  # and their prompt and predicted output tokens
+    queued_tokens: float = 0.0  # and their prompt and predicted output tokens, of a level
 
     def add(self, seats: int, blocks: int, tokens: float) -> None:
         """Change all three; negative to give back."""
         self.seats += seats
         self.blocks += blocks
         self.tokens = self.tokens + tokens if self.seats else 0.0  # clears rounding errors
-
-    def queue(self, requests: int, tokens: float) -> None:
-        """Change what waits for a first seat; negative to take away."""
-        self.queued += requests
-        self.queued_tokens = self.queued_tokens + tokens if self.queued else 0.0
 
 
 class Allocations:

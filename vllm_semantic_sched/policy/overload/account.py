@@ -22,29 +22,28 @@ class QueueAccount:
     in `allocations`. Operations are O(levels) or O(log n)."""
 
     def __init__(self, allocations: Allocations) -> None:
-        self._holdings = allocations
-        self._jobs: list[dict[Job, None]] = [{} for _ in allocations.levels]  # oldest first
-        self.entries: dict[Job, Entry] = {}
+        self._allocations = allocations
+        # By level, oldest first.
+        self.entries: list[dict[Job, Entry]] = [{} for _ in allocations.levels]
         self._deadlines: AddressableHeap[Job] = AddressableHeap()
 
     def enter(self, job: Job, entry: Entry, timeout: float | None) -> None:
         """Add a request, as the newest of its level."""
-        self.entries[job] = entry
-        self._jobs[entry.level][job] = None
+        self.entries[entry.level][job] = entry
         self._add(entry, 1, entry.tokens)
         if timeout is not None:
             self._deadlines.push(job, entry.since + timeout)
 
     def leave(self, job: Job) -> Entry | None:
         """Remove a request and return its entry; None if it was not counted."""
-        entry = self.entries.pop(job, None)
-        if entry is None:
-            return None
-        del self._jobs[entry.level][job]
-        self._add(entry, -1, -entry.tokens)
-        self._holdings.forget(entry.tenant)
-        self._deadlines.discard(job)
-        return entry
+        for entries in self.entries:
+            entry = entries.pop(job, None)
+            if entry is not None:
+                self._add(entry, -1, -entry.tokens)
+                self._allocations.forget(entry.tenant)
+                self._deadlines.discard(job)
+                return entry
+        return None
 
     def timed_out(self, now: float) -> Iterator[Job]:
         """Requests past their timeout; the caller removes each before taking the next."""
@@ -54,18 +53,18 @@ class QueueAccount:
 
     def oldest(self, level: int) -> Job | None:
         """The oldest request of a level."""
-        return next(iter(self._jobs[level]), None)
+        return next(iter(self.entries[level]), None)
 
     def least_important(self, above: int) -> Job | None:
         """The newest of the least urgent requests below level `above`; None without one."""
-        jobs = next(filter(None, reversed(self._jobs[above + 1 :])), None)
+        jobs = next(filter(None, reversed(self.entries[above + 1 :])), None)
         return next(reversed(jobs)) if jobs else None
 
     def _add(self, entry: Entry, requests: int, tokens: float) -> None:
-        allocations = self._holdings
-        for held in (
-            allocations.all,
-            allocations.levels[entry.level],
-            allocations.tenants[entry.tenant],
-        ):
-            held.queue(requests, tokens)
+        allocations = self._allocations
+        allocations.all.queued += requests
+        allocations.tenants[entry.tenant].queued += requests
+        level = allocations.levels[entry.level]
+        level.queued += requests
+        # Without requests, clear rounding errors.
+        level.queued_tokens = level.queued_tokens + tokens if level.queued else 0.0
