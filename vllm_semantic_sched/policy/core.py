@@ -270,7 +270,7 @@ class SchedulingCore:
             return
         if seconds is None:
             self.seating.wait(job)
-        elif self.seating.watches_waiting:
+        elif self.seating.watches_waiting.table:
             self.seating.wait_first(job)
 
     def requeue(self, job: Job, queue: WaitingQueue) -> None:

@@ -78,7 +78,7 @@ class Arrivals:
         """What was prepared for a request; read now if nothing was, or if the policy has changed
         since. Only on the scheduler's thread."""
         arrival: Arrival | None = getattr(request, "semsched_arrival", None)
-        if arrival is None or arrival.policy is not self.core.policy:
+        if arrival is None or arrival.policy is not self.core.policy_ref.policy:
             submitted = arrival is not None and arrival.job.awaits_prediction
             arrival = self._read(request, submitted)
         if arrival.job.awaits_prediction:

@@ -263,8 +263,9 @@ class Job:
     @property
     def level_unread(self) -> bool:
         """Whether its level may change when its prediction comes."""
-        provisional = self.level_source in (LevelSource.DEFAULT, LevelSource.INSTANT)
-        return provisional and self.awaits_prediction
+        if not self.awaits_prediction:  # as once it is read
+            return False
+        return self.level_source in (LevelSource.DEFAULT, LevelSource.INSTANT)
 
     @property
     def overdue(self) -> bool:

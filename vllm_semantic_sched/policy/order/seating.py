@@ -28,7 +28,8 @@ class Seating(OrderingRules):
         self.meter = UsageMeter(lambda: estimates.profile, self._charge, self.allocations)
         self.waiting = WaitingQueue(self)
         self._worth = Derived(ref, level_worth)
-        self._watches_waiting = Derived(ref, _watches_waiting)
+        # Whether a job that enters the queue matters to more than the queue: see `wait_first`.
+        self.watches_waiting = Derived(ref, _watches_waiting)
 
     def set_capacity(self, capacity: EngineCapacity, tokens_per_step: int) -> None:
         """See `SchedulingCore.set_capacity`."""
@@ -43,11 +44,6 @@ class Seating(OrderingRules):
         if not self.used.table.kv_peak:
             self.kv_peak.clear()
         self.waiting.changed()
-
-    @property
-    def watches_waiting(self) -> bool:
-        """Whether a job that enters the queue matters to more than the queue: see `wait_first`."""
-        return self._watches_waiting.table
 
     @property
     def worth(self) -> LevelWorth:
