@@ -73,20 +73,18 @@ class LimitTable(NamedTuple):
     caps_tenants: bool  # whether a tenant may reach its limit of seats or KV
 
 
-class Limits:
+class Limits(Derived[LimitTable]):
     """Applies the limits of the policy in force to what `allocations` say that each group has.
     Operations are at most O(tiers squared), and O(1) without limits."""
 
     def __init__(self, ref: PolicyRef, allocations: Allocations) -> None:
-        self._ref = ref
         self.allocations = allocations
-        self.derived = Derived(ref, self.check)
-        self.capacity_known()
+        super().__init__(ref, self.check)
 
     def capacity_known(self) -> None:
         """Derive the limits from the engine's capacity. PolicyError if reservations leave nothing
         for the less urgent tiers."""
-        self.derived.refresh()
+        self.refresh()
 
     def check(self, policy: Policy) -> LimitTable:
         """The limits under a policy; errors as in `capacity_known`."""
@@ -106,16 +104,11 @@ class Limits:
             caps_tenants=policy.tenants.seats < 1.0 or policy.tenants.kv < 1.0,
         )
 
-    @property
-    def table(self) -> LimitTable:
-        """The limits in force."""
-        return self.derived.table
-
     # Admission to a seat
 
     def admits_level(self, level: int, tokens: int) -> bool:
         """Whether hard reservations leave a request of `level` a seat and KV for these tokens."""
-        table = self.derived.table
+        table = self.table
         if not table.reserves_hard:
             return True
         blocks, below = self._blocks_for(tokens), self.allocations.below
@@ -123,7 +116,7 @@ class Limits:
 
     def admits_tenant(self, job: Job) -> bool:
         """Whether a waiting job's tenant may have a seat and KV for it now. O(1)."""
-        table = self.derived.table
+        table = self.table
         if not table.caps_tenants:
             return True
         held = self.allocations.tenants.get(job.tenant)
@@ -131,7 +124,7 @@ class Limits:
 
     def level_over_limit(self) -> int | None:
         """The most urgent level whose hard reservation others hold a part of, or None."""
-        table = self.derived.table
+        table = self.table
         if not table.reserves_hard:
             return None
         for level, (limit, held) in enumerate(zip(table.hard, self.allocations.below, strict=True)):
@@ -141,7 +134,7 @@ class Limits:
 
     def tenant_over_limit(self) -> str | None:
         """A tenant with several requests and more KV than its cap, in O(tenants)."""
-        limit = self.derived.table.tenant
+        limit = self.table.tenant
         if limit.kv == math.inf:
             return None
         tenants = self.allocations.tenants.items()
@@ -151,7 +144,7 @@ class Limits:
 
     def lent(self, level: int) -> bool:
         """Whether less urgent tiers hold part of a reservation that `level` may claim."""
-        return self.derived.table.reserves and any(
+        return self.table.reserves and any(
             seats > 0 or blocks > 0 for _, seats, blocks in self._excess(level)
         )
 
@@ -176,7 +169,7 @@ class Limits:
     def shortage(self, level: int, tokens: int) -> Need:
         """Seats and blocks that less urgent tiers must free before `admits_level` is True."""
         seats, blocks = 0.0, 0.0
-        table = self.derived.table
+        table = self.table
         if table.reserves_hard:
             wanted = self._blocks_for(tokens)
             for above in range(level):
@@ -193,7 +186,7 @@ class Limits:
         """Tiers whose reservation `level` may claim, with the seats and blocks by which less
         urgent tiers exceed their limit."""
         tiers = self._ref.policy.all_tiers
-        for above, limit in enumerate(self.derived.table.soft[level:], start=level):
+        for above, limit in enumerate(self.table.soft[level:], start=level):
             reserve, held = tiers[above].reserve, self.allocations.below[above]
             if reserve.seats or reserve.kv:
                 yield above, held.seats - limit.seats, held.blocks - limit.kv
