@@ -149,6 +149,15 @@ def test_unusable_dedup_key_is_counted_and_the_request_served(build) -> None:
     assert scheduler.counters.total("invalid_dedup_keys") == 4
 
 
+def test_dedup_keys_are_not_read_with_dedup_off(build) -> None:
+    scheduler = build({"dedup": "none"})
+    for number, key in enumerate([7, "key", "key"]):
+        add(scheduler, f"r{number}", extra={"dedup_key": key})
+    assert step(scheduler) == {}
+    assert scheduler.counters.total("invalid_dedup_keys") == 0
+    assert not len(scheduler.core.overload.dedup)
+
+
 def test_requests_that_cannot_receive_a_refusal_are_not_refused(build) -> None:
     scheduler = build({"admission": {"queue": {"requests": 1}}}, max_num_seqs=1)
     add(scheduler, "running", "waiting", output_tokens=50)

@@ -137,6 +137,19 @@ def test_buffer_keeps_arrival_order_after_a_new_default_level() -> None:
     assert [take_next(core.waiting).request_id for _ in range(2)] == ["old", "new"]
 
 
+def test_policy_without_aging_stops_the_timers_of_the_one_before() -> None:
+    aging, none = policy(aging={"enabled": True, "interval": 10.0}), policy()
+    core = core_of(aging={"enabled": True, "interval": 10.0})
+    ended, waiting = arrive(core, "ended", 3), arrive(core, "waiting", 3)
+    core.switch(none, core.profile)
+    core.finish(ended, AnswerEnd.ABORTED)
+    assert not core.seating.may_move(1000.0)
+    settle(core)
+    core.switch(aging, core.profile)
+    settle(core)
+    assert core.seating.step(1000.0, lambda job: None) == [waiting]
+
+
 def test_each_step_reranks_a_bounded_number_of_jobs() -> None:
     core = core_of()
     for number in range(2000):

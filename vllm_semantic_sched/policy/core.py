@@ -216,7 +216,7 @@ class SchedulingCore:
         """Take in a drafted job, without queueing it; returns the job."""
         job.sequence = next(self._sequence)
         job.arrival = now
-        if self.seating.top_levels.limits and (
+        if self.seating.used.table.top_cap and (
             job.level_source is not LevelSource.DEFAULT or not job.awaits_prediction
         ):
             job.level = self.levels.capped(job, job.level)

@@ -10,6 +10,9 @@ from vllm_semantic_sched.policy.facts.wait import Cause
 from vllm_semantic_sched.policy.order.seating import Seating
 from vllm_semantic_sched.policy.record.lifecycle import NOTHING, Lifecycle
 
+_PLACING = ("start", "preempt")
+"""Values of `predictor.instant` with which a provisional level places a request in the queue."""
+
 
 class LevelDecider:
     """Decides levels; whoever has the job stores it again, because its rank has changed."""
@@ -32,7 +35,9 @@ class LevelDecider:
         """Apply the instant reader's prediction to a new job, as far as the policy allows. The
         level of a hint stays."""
         policy = self._seating.policy
-        if provisional is None or provisional.unreadable or not policy.predictor.provisional_place:
+        if policy.predictor.instant not in _PLACING:
+            return
+        if provisional is None or provisional.unreadable:
             return
         job.prediction = provisional
         if job.level_source is LevelSource.DEFAULT:
@@ -43,6 +48,8 @@ class LevelDecider:
     def capped(self, job: Job, level: int, counted: bool = False) -> int:
         """`level`, or the next one that the tenant's cap on top levels allows; `counted`: the
         request counts toward the cap already, at its present level."""
+        if not self._seating.used.table.top_cap:
+            return level
         lowest = self._seating.policy.levels - 1
         top_levels, before = self._seating.top_levels, job.level if counted else None
         allowed = top_levels.level(job.tenant, level, lowest, job.arrival, before)

@@ -233,16 +233,17 @@ class Eviction:
     def _level_may_preempt(self, level: int, worst: float) -> bool:
         """Whether jobs of `level` may preempt one of the effective level `worst`."""
         policy = self._seating.policy
-        limits = policy.preemption
-        if not limits.enabled or not policy.uses_urgency:
+        rules = policy.preemption
+        if not rules.enabled or not policy.uses_urgency:
             return False
         gap = worst - self._seating.preempting_level(level)
         if gap <= 0:
             return False
-        if self._seating.limits.lent(level):
+        limits = self._seating.limits
+        if limits.table.reserves and limits.lent(level):
             return True
         # Weighted levels are one level: a seat that a short request got is not taken back at once.
-        return gap >= limits.min_level_gap and not policy.weighted_levels.weighs(level)
+        return gap >= rules.min_level_gap and not policy.weighs(level)
 
     def _is_much_shorter(self, job: Job, worst: Job) -> bool:
         if worst.effective_level < self._seating.preempting_level(job.level):
@@ -254,7 +255,7 @@ class Eviction:
         policy, limits = self._seating.policy, self._seating.policy.preemption
         if limits.shorter is None or not limits.enabled or policy.base != "semantic":
             return math.inf
-        weighted = policy.weighted_levels.weighs(job.level)
+        weighted = policy.weighs(job.level)
         return math.inf if weighted else limits.shorter * self._seconds_left(job)
 
     # The choice of victims
@@ -280,7 +281,7 @@ class Eviction:
                 out_of_order = seating.reorders_levels or self.held_back(job)
                 if passed > (_PASSED if out_of_order else 0):
                     break
-            if not seating.kv_peak.admits(job):
+            if seating.used.table.kv_peak and not seating.kv_peak.admits(job):
                 break
             if not snapshot.is_ready(job) or not seating.limits.admits_tenant(job):
                 continue

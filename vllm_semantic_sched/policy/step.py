@@ -190,6 +190,8 @@ class _Step:
 
     def keep_reservations(self) -> None:
         """Preempt what outgrew a hard reservation, or its tenant's cap."""
+        if not self._core.seating.has_limits:
+            return
         while (over_quota := self._core.eviction.over_quota_job()) is not None:
             job, reason = over_quota
             if self._snapshot.freeable_blocks(job) is None:

@@ -11,7 +11,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
 from vllm_semantic_sched import SemanticScheduler
-from vllm_semantic_sched.engine.requests.arrivals import pass_reading
+from vllm_semantic_sched.engine.requests.arrivals import pass_reading, read_tenant
 from vllm_semantic_sched.engine.requests.prediction import _MOST_AHEAD
 from vllm_semantic_sched.lab.bench.overhead import Case, SaturatedScheduler
 from vllm_semantic_sched.lab.bench.standalone import (
@@ -25,6 +25,7 @@ from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.facts.job import LevelSource
 from vllm_semantic_sched.policy.facts.prediction import Prediction
+from vllm_semantic_sched.policy.order.tenants import ANONYMOUS
 
 pytestmark = pytest.mark.engine
 
@@ -195,6 +196,24 @@ def test_streamed_input_is_left_to_the_schedulers_thread(scheduler) -> None:
     scheduler.add_request(request)
     assert "a" in scheduler.jobs
     assert not hasattr(preprocess(scheduler, "a"), "semsched_arrival"), "part of the same session"
+
+
+@pytest.mark.parametrize(
+    ("sent", "tenant"),
+    [
+        ({"tenant": " acme "}, "acme"),
+        ({"tenant": 7}, "7"),
+        ({"tenant": "x" * 500}, "x" * 64),
+        ({"tenant": ["a"]}, ANONYMOUS),
+        ({"tenant": True}, ANONYMOUS),
+        ({"tenant": None}, ANONYMOUS),
+        ({}, ANONYMOUS),
+        (None, ANONYMOUS),
+        ("tenant", ANONYMOUS),
+    ],
+)
+def test_any_client_value_gives_a_short_name_or_none(sent, tenant) -> None:
+    assert read_tenant(sent) == tenant
 
 
 def test_policy_fcfs_reads_nothing() -> None:

@@ -66,14 +66,14 @@ def test_one_timer_fires_for_the_promotion_and_for_the_deadline() -> None:
 
 @given(st.lists(st.booleans(), max_size=300))
 def test_overtakings_are_a_share_of_the_admissions(wishes) -> None:
-    overtaking = Overtaking(policy_ref(aging=Aging(enabled=True)))
+    overtaking = Overtaking()
     for admissions, wish in enumerate(wishes, start=1):
         overtaking.admitted(wish and overtaking.allowed)
         assert overtaking.count <= 1 + SHARE * admissions + 1e-6
 
 
 def test_one_of_n_consecutive_admissions_may_overtake() -> None:
-    overtaking = Overtaking(policy_ref(aging=Aging(enabled=True)))
+    overtaking = Overtaking()
     overtaking.admitted(True)
     ordinary = 0
     while not overtaking.allowed:
@@ -83,7 +83,7 @@ def test_one_of_n_consecutive_admissions_may_overtake() -> None:
 
 
 def test_undoing_an_admission_restores_the_credit() -> None:
-    overtaking = Overtaking(policy_ref(aging=Aging(enabled=True)))
+    overtaking = Overtaking()
     change = overtaking.admitted(True)
     assert not overtaking.allowed
     overtaking.withdrawn(True, change)

@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import make_job, policy_ref, seated
+from jobs import make_job, seated
 
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.order import KvPeakKnobs
@@ -22,8 +22,8 @@ def stated_end(job, share: float) -> float:
     return job.prompt_tokens + job.max_output_tokens
 
 
-def make_peak(knobs=ON, blocks: int | None = 100) -> KvPeak:
-    peak = KvPeak(policy_ref(kv_peak=knobs), stated_end)
+def make_peak(blocks: int | None = 100) -> KvPeak:
+    peak = KvPeak(stated_end)
     peak.set_capacity(EngineCapacity(16, blocks, BLOCK))
     return peak
 
@@ -111,12 +111,11 @@ def test_a_job_waits_until_its_growth_fits() -> None:
     )
     peak.tick(40)  # twenty more steps until the running job ends
     assert peak.admits(long)
-    assert make_peak(KvPeakKnobs(), blocks=1).admits(long)
     assert make_peak(blocks=None).admits(long)
 
 
 def test_outlived_estimates_are_revised() -> None:
-    peak = KvPeak(policy_ref(kv_peak=ON), lambda job, share: job.tokens + 10)
+    peak = KvPeak(lambda job, share: job.tokens + 10)
     peak.set_capacity(EngineCapacity(16, 100, BLOCK))
     job = make_job(prompt_tokens=50)
     peak.add(seated(job))

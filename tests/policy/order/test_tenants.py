@@ -1,4 +1,4 @@
-"""Tenants: virtual counters, names, and the cap at the top levels."""
+"""Tenants: virtual counters, and the cap at the top levels."""
 
 from collections import Counter
 
@@ -16,31 +16,8 @@ from vllm_semantic_sched.policy.facts.capacity import AHEAD, EngineCapacity
 from vllm_semantic_sched.policy.facts.job import Rank
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.order.queues import LevelQueue
-from vllm_semantic_sched.policy.order.tenants import (
-    ANONYMOUS,
-    TopLevelGuard,
-    VirtualCounters,
-    read_tenant,
-)
+from vllm_semantic_sched.policy.order.tenants import TopLevelGuard, VirtualCounters
 from vllm_semantic_sched.policy.profile.formula import load_profile
-
-
-@pytest.mark.parametrize(
-    ("sent", "tenant"),
-    [
-        ({"tenant": " acme "}, "acme"),
-        ({"tenant": 7}, "7"),
-        ({"tenant": "x" * 500}, "x" * 64),
-        ({"tenant": ["a"]}, ANONYMOUS),
-        ({"tenant": True}, ANONYMOUS),
-        ({"tenant": None}, ANONYMOUS),
-        ({}, ANONYMOUS),
-        (None, ANONYMOUS),
-        ("tenant", ANONYMOUS),
-    ],
-)
-def test_any_client_value_gives_a_short_name_or_none(sent, tenant) -> None:
-    assert read_tenant(sent) == tenant
 
 
 def test_returning_tenant_gets_no_credit_for_its_absence() -> None:

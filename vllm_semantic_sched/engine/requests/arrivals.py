@@ -24,7 +24,7 @@ from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import Hint
 from vllm_semantic_sched.policy.facts.job import FREE_LENGTH, Job, LevelSource, Source, StatedLength
 from vllm_semantic_sched.policy.facts.prediction import Prediction
-from vllm_semantic_sched.policy.order.tenants import read_tenant
+from vllm_semantic_sched.policy.order.tenants import ANONYMOUS
 from vllm_semantic_sched.policy.overload.dedup import BadKey, read_key
 from vllm_semantic_sched.policy.overload.refusal import TOO_LARGE
 from vllm_semantic_sched.policy.snapshot import Snapshot
@@ -32,6 +32,8 @@ from vllm_semantic_sched.policy.snapshot import Snapshot
 # Longer lists of choices are not read: it would delay the request.
 _MOST_CHOICES = 1024
 _MOST_CHARACTERS = 16_384
+
+_LONGEST_TENANT = 64  # characters of a name
 
 _LITERAL = r'"(?:[^"\\]|\\.)*"'
 # The grammar that vLLM's frontend makes of a list of choices (`choice_as_grammar`).
@@ -164,7 +166,8 @@ class Arrivals:
         problems: dict[str, str | None] = {}
         dedup_key = None
         try:
-            dedup_key = read_key(extra_args, core.policy.dedup)
+            if core.policy.dedup != "none":
+                dedup_key = read_key(extra_args)
         except BadKey as problem:
             problems["invalid_dedup_keys"] = str(problem)
         stated = stated_length(request.sampling_params)
@@ -238,6 +241,14 @@ def read_passed(extra_args: Any) -> tuple[Prediction | None, str | None]:
         instant=True,
     )
     return prediction, None
+
+
+def read_tenant(extra_args: Any) -> str:
+    """The tenant named in `vllm_xargs` of any type, cut to 64 characters; else `ANONYMOUS`."""
+    name = extra_args.get("tenant") if isinstance(extra_args, dict) else None
+    if isinstance(name, int) and not isinstance(name, bool):
+        name = str(name)
+    return name.strip()[:_LONGEST_TENANT] if isinstance(name, str) else ANONYMOUS
 
 
 def stated_length(sampling_params: Any) -> StatedLength:

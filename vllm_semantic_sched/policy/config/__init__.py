@@ -122,6 +122,10 @@ class Policy(Section):
         """Whether the rank depends on the predicted output length."""
         return self.base in ("semantic", "sjf")
 
+    def weighs(self, level: float) -> bool:
+        """Whether requests of an effective level are ordered by urgency and time together."""
+        return self.weighted_levels.factor is not None and level > order.STRICT_LEVEL
+
     def reads(self, hinted: bool, length_known: bool = False) -> bool:
         """Whether the predictor reads a request's text: only if the policy uses a level that no
         hint states (`hinted`), or a length that the request does not state (`length_known`)."""

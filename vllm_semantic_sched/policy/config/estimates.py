@@ -47,11 +47,6 @@ class Predictor(Section):
         """Whether requests get a provisional level."""
         return self.instant != "none"
 
-    @property
-    def provisional_place(self) -> bool:
-        """Whether a provisional level decides a request's place in the waiting queue."""
-        return self.instant in ("start", "preempt")
-
 
 class MissedCosts(Section):
     """What mistakes about the level cost."""

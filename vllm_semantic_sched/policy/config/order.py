@@ -19,10 +19,6 @@ class WeightedLevels(Section):
     others, by urgency and then remaining time, and only they preempt. Unset: all requests run by
     urgency and then remaining time. For `base: semantic`."""
 
-    def weighs(self, level: float) -> bool:
-        """Whether requests of an effective level are ordered by urgency and time together."""
-        return self.factor is not None and level > STRICT_LEVEL
-
 
 class Aging(Section):
     """Promotion of waiting requests, so that none starves."""

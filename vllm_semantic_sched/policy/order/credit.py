@@ -85,6 +85,12 @@ class CreditTimers:
             self._due.discard(job)
             self.may_take_seats.discard(job)
 
+    def clear(self) -> None:
+        """Stop all timers."""
+        self._timers.clear()
+        self._due = AddressableHeap()
+        self.may_take_seats.clear()
+
     def may_reach(self, now: float) -> bool:
         """Whether a timer may have expired; a False is certain."""
         return self._due.may_reach(now)
@@ -152,17 +158,16 @@ class CreditTimers:
 
 
 class Overtaking:
-    """Decides when an aged job may overtake a more urgent one."""
+    """Decides when an aged job may overtake a more urgent one, if the policy has aging."""
 
-    def __init__(self, ref: PolicyRef) -> None:
-        self._ref = ref
+    def __init__(self) -> None:
         self.count = 0  # overtakings so far
         self._saved = 1.0
 
     @property
     def allowed(self) -> bool:
         """Whether one has been saved up: each admission earns `SHARE` of it."""
-        return self._ref.policy.aging.enabled and self._saved >= 1.0 - ROUNDING
+        return self._saved >= 1.0 - ROUNDING
 
     def admitted(self, overtook: bool) -> float:
         """Record an admission; returns by how much what is saved changed, for `withdrawn`."""

@@ -10,7 +10,6 @@ import math
 import sys
 from collections.abc import Callable
 
-from vllm_semantic_sched.policy.config.reference import PolicyRef
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.job import Job
@@ -20,7 +19,7 @@ _QUANTILE = 0.5  # of the predicted lengths that counts; higher would be more ca
 
 
 class KvPeak:
-    """Predicts the KV tokens of the running jobs at every later step.
+    """Predicts the KV tokens of the running jobs at every later step, if the policy asks for it.
 
     All running jobs grow by one token per step, so n jobs that are left at step e, and had b tokens
     together at step 0 if counted back, hold b + n e then, whatever the present step: only jobs that
@@ -32,8 +31,7 @@ class KvPeak:
     admission on. A candidate does not wait because of a peak after its own end.
     """
 
-    def __init__(self, ref: PolicyRef, tokens_within: Callable[[Job, float], float]) -> None:
-        self._ref = ref
+    def __init__(self, tokens_within: Callable[[Job, float], float]) -> None:
         self.capacity = math.inf  # KV tokens of the engine; inf: unlimited or not known yet
         self.block_size = 1
         self._tokens_within = tokens_within  # see `Estimator.tokens`
@@ -52,14 +50,9 @@ class KvPeak:
     def __len__(self) -> int:
         return len(self._ends)
 
-    @property
-    def enabled(self) -> bool:
-        """Whether the policy limits admission by the peak; without it no job is counted."""
-        return self._ref.policy.kv_peak.enabled
-
     def admits(self, job: Job) -> bool:
         """Whether a waiting job may start by its predicted use; always, if no other job runs."""
-        if not self.enabled or not len(self._ends) or self.capacity == math.inf:
+        if not len(self._ends) or self.capacity == math.inf:
             return True
         exempt = job.level <= _EXEMPT_LEVEL or job.overdue
         return exempt or self.peak_with(job) <= self.capacity
@@ -74,12 +67,11 @@ class KvPeak:
 
     def add(self, job: Job) -> None:
         """Count a job that gets a seat, or whose estimate changed."""
-        if self.enabled:
-            start, end = self._measure(job)
-            assert job.seat is not None
-            job.seat.start = start
-            self._ends.push(job, end)
-            self._sorted = None
+        start, end = self._measure(job)
+        assert job.seat is not None
+        job.seat.start = start
+        self._ends.push(job, end)
+        self._sorted = None
 
     def clear(self) -> None:
         """Forget all jobs: another policy does not plan with them."""

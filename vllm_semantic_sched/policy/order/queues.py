@@ -22,8 +22,10 @@ class Used(NamedTuple):
     """What the policy in force uses. Without it, the code for it is not entered."""
 
     aging: bool
+    timers: bool  # of waiting jobs, by aging or deadlines
     kv_peak: bool
     shares: bool
+    top_cap: bool  # on a tenant's requests at the top levels
 
 
 class OrderingRules:
@@ -36,10 +38,10 @@ class OrderingRules:
         self.by_level = policy.uses_urgency  # whether the rank uses the level
         self.by_tenant = policy.tenants.fair  # the least served tenant goes first within a level
         self.allocations = Allocations(policy.levels)
-        self.overtaking = Overtaking(ref)
+        self.overtaking = Overtaking()
         self.fair_share = FairShare(ref)
         self.limits = Limits(ref, self.allocations)
-        self.kv_peak = KvPeak(ref, estimates.tokens)
+        self.kv_peak = KvPeak(estimates.tokens)
         self.used = Derived(ref, _used)
         self._estimates = estimates
 
@@ -54,7 +56,7 @@ class OrderingRules:
         # Not job.level: after a change of policy all buffered jobs must have the same level.
         level = self.ref.policy.default_level
         # Among weighted levels they go first: one of them may be urgent.
-        remaining = 0.0 if self.ref.policy.weighted_levels.weighs(level) else float("inf")
+        remaining = 0.0 if self.ref.policy.weighs(level) else float("inf")
         return rank_of(self.ref.policy.base, level, remaining, job.sequence)
 
     def admits(self, job: Job) -> bool:
@@ -68,7 +70,7 @@ class OrderingRules:
     @property
     def has_limits(self) -> bool:
         """Whether `admits` may refuse."""
-        table = self.limits.derived.table
+        table = self.limits.table
         return table.caps_tenants or table.reserves_hard
 
     def admission_seconds(self, job: Job) -> float:
@@ -78,7 +80,13 @@ class OrderingRules:
 
 
 def _used(policy: Policy) -> Used:
-    return Used(policy.aging.enabled, policy.kv_peak.enabled, policy.fair_share.enabled)
+    return Used(
+        aging=policy.aging.enabled,
+        timers=policy.aging.enabled or policy.deadlines.enabled,
+        kv_peak=policy.kv_peak.enabled,
+        shares=policy.fair_share.enabled,
+        top_cap=policy.tenants.top.share < 1.0,
+    )
 
 
 class TenantQueue:

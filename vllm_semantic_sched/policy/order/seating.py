@@ -43,6 +43,8 @@ class Seating(OrderingRules):
         self.fair_share.reset()
         if not self.used.table.kv_peak:
             self.kv_peak.clear()
+        if not self.used.table.timers:
+            self.credits.clear()
         self.waiting.changed()
 
     @property
@@ -91,7 +93,8 @@ class Seating(OrderingRules):
             self._admit(job, overtook=False)
         assert job.seat is not None and job.seat.charge is not None
         job.seat.charge = None
-        self.credits.stop(job)
+        if self.used.table.timers:
+            self.credits.stop(job)
         # Without it a tier over its share would take back the seat that it just lost.
         missing = max(0.0, -self.fair_share.offsets[job.level])
         if missing or job.credit is not None:
@@ -102,7 +105,8 @@ class Seating(OrderingRules):
 
     def leave(self, job: Job) -> None:
         """Record that a job lost its seat or ended; its `generated` is up to date."""
-        self.credits.stop(job)
+        if self.used.table.timers:
+            self.credits.stop(job)
         if job.seat is not None and job.seat.stint is not None:
             self.meter.stop(job)
         self.allocations.release(job)
@@ -123,7 +127,7 @@ class Seating(OrderingRules):
         metered = self.metered
         if metered:
             self.meter.step(observe)
-        moved = self.credits.expire(now)
+        moved = self.credits.expire(now) if self.used.table.timers else []
         if self.used.table.shares:
             self.fair_share.update(now, self.waiting.levels)
         if metered:
@@ -157,11 +161,12 @@ class Seating(OrderingRules):
         return policy.tenants.fair or policy.fair_share.enabled or self.limits.table.reserves
 
     def _start_timers(self, job: Job) -> None:
-        self.credits.wait(job, self.ref.policy.all_tiers[job.level].slo)
+        if self.used.table.timers or job.credit is not None:
+            self.credits.wait(job, self.ref.policy.all_tiers[job.level].slo)
 
     def _admit(self, job: Job, overtook: bool) -> None:
         seconds = self.admission_seconds(job)
-        credit = self.overtaking.admitted(overtook)
+        credit = self.overtaking.admitted(overtook) if self.used.table.aging else 0.0
         seat = self.allocations.occupy(job, job.tokens + AHEAD)
         seat.generated = job.generated
         seat.charge = Charge(job.level, seconds, overtook, credit)

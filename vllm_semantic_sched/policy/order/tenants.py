@@ -10,7 +10,6 @@ P is the engine time of the longest prefill, m the seats, D the engine time of t
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from vllm_semantic_sched.policy.config.reference import PolicyRef
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
@@ -18,20 +17,11 @@ from vllm_semantic_sched.policy.facts.lately import SlidingWindow
 
 ANONYMOUS = ""
 
-_MOST_CHARACTERS = 64
 _MOST_TENANTS = 4096  # remembered while they have no request
 _SLICES = 8  # of the sliding window
 _WINDOW = 60.0  # seconds of it
 _TOP_LEVELS = 1  # levels that count as top, from 0 on
 _ALLOWANCE = 5  # top-level requests in the window that every tenant may have
-
-
-def read_tenant(extra_args: Any) -> str:
-    """The tenant named in `vllm_xargs` of any type, cut to 64 characters; else `ANONYMOUS`."""
-    name = extra_args.get("tenant") if isinstance(extra_args, dict) else None
-    if isinstance(name, int) and not isinstance(name, bool):
-        name = str(name)
-    return name.strip()[:_MOST_CHARACTERS] if isinstance(name, str) else ANONYMOUS
 
 
 class VirtualCounters:
@@ -92,24 +82,19 @@ class _Requests:
 
 
 class TopLevelGuard:
-    """Limits the share of a tenant's requests at the top levels."""
+    """Limits the share of a tenant's requests at the top levels, if the policy caps it."""
 
     def __init__(self, ref: PolicyRef) -> None:
         self._ref = ref
         self.count = 0  # requests moved down so far
         self._windows: OrderedDict[str, SlidingWindow[_Requests]] = OrderedDict()
 
-    @property
-    def limits(self) -> bool:
-        """Whether a tenant can reach the limit; else `level` changes nothing."""
-        return self._ref.policy.tenants.top.share < 1.0
-
     def level(
         self, tenant: str, level: int, lowest: int, now: float, before: int | None = None
     ) -> int:
         """The level at which a request with a hinted or predicted `level` is served; `lowest`: the
         least urgent level, `before`: its level so far, if it has been counted."""
-        if not self.limits or lowest < _TOP_LEVELS:
+        if lowest < _TOP_LEVELS:
             return level
         window = self._windows.get(tenant)
         if window is None:

@@ -63,7 +63,8 @@ class OverloadControl(Listener):
             self.load.runs(job)
         elif state.is_end:
             self.account.leave(job)
-            self.dedup.discard(job)
+            if job in self.dedup.keys:
+                self.dedup.discard(job)
             self.load.ended(job, transition.time, completed=state is JobState.COMPLETED)
 
     def first_token(self, job: Job) -> None:

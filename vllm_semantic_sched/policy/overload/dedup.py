@@ -21,7 +21,7 @@ class DedupIndex:
 
     def __init__(self) -> None:
         self._newest: dict[_Key, tuple[str, dict[Job, None]]] = {}  # origin, jobs
-        self._keys: dict[Job, _Key] = {}
+        self.keys: dict[Job, _Key] = {}  # of the requests that have one
 
     def __len__(self) -> int:
         return len(self._newest)
@@ -35,24 +35,24 @@ class DedupIndex:
 
     def add(self, job: Job, key: str, origin: str) -> None:
         """Make `job` the newest with this key."""
-        full = self._keys[job] = (job.tenant, key)
+        full = self.keys[job] = (job.tenant, key)
         if full not in self._newest or self._newest[full][0] != origin:
             self._newest[full] = (origin, {})
         self._newest[full][1][job] = None
 
     def discard(self, job: Job) -> None:
-        """Remove an ended job."""
-        if (key := self._keys.pop(job, None)) is not None:
-            _, jobs = self._newest.get(key, ("", {}))
-            jobs.pop(job, None)
-            if not jobs:
-                self._newest.pop(key, None)
+        """Remove an ended job that has a key."""
+        key = self.keys.pop(job)
+        _, jobs = self._newest.get(key, ("", {}))
+        jobs.pop(job, None)
+        if not jobs:
+            self._newest.pop(key, None)
 
 
-def read_key(extra_args: Any, dedup: Dedup) -> str | None:
-    """The key in a request's `vllm_xargs`; None without a key or with deduplication off. BadKey if
-    it is not a string, empty or too long."""
-    if dedup == "none" or not isinstance(extra_args, dict):
+def read_key(extra_args: Any) -> str | None:
+    """The key in a request's `vllm_xargs`; None without one. BadKey if it is not a string, empty or
+    too long."""
+    if not isinstance(extra_args, dict):
         return None
     if (key := extra_args.get(DEDUP_FIELD)) is None:
         return None
