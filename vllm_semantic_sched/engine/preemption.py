@@ -62,7 +62,7 @@ class Preemptions:
         self._one_table = vllm_api.has_one_block_table(scheduler)
         self._expected_copies = self._seen_copies = 0.0  # seconds: since the last report, total
         self._away: dict[str, _Victim] = {}  # they wait for a seat
-        self._returning: dict[str, _Victim] = {}  # they have one
+        self.returning: dict[str, _Victim] = {}  # they have one
 
     @property
     def connector(self) -> SemanticSwapConnector | None:
@@ -116,7 +116,7 @@ class Preemptions:
             count("saved_tokens", count=plan.saved)
             count("copy_seconds", ("save", "predicted"), plan.save_seconds)
             self._expected_copies += plan.save_seconds
-        self._returning.pop(request.request_id, None)
+        self.returning.pop(request.request_id, None)
         self._away[request.request_id] = _Victim(plan, kv_tokens)
 
     def _report(self, job: Job, request: Request, kv_tokens: int, keep: bool) -> Victim:
@@ -141,7 +141,7 @@ class Preemptions:
         return self.connector.save(request, plan.on_device, end, size, beside)
 
     def resumed(self, request: Request) -> None:
-        """Record that a request got a seat in the step just scheduled."""
+        """Record that a preempted request got a seat in the step just scheduled."""
         away = self._away.pop(request.request_id, None)
         if away is None:
             return
@@ -157,27 +157,27 @@ class Preemptions:
         count("copy_seconds", ("load", "predicted"), load_seconds)
         self._expected_copies += load_seconds
         away.since = loaded.ordered if loaded else monotonic()
-        self._returning[request.request_id] = away
+        self.returning[request.request_id] = away
 
     def watch(self, jobs: Mapping[str, Job]) -> None:
         """Record requests that have restored all tokens they had. Call once per step."""
-        for request_id, back in list(self._returning.items()):
+        for request_id, back in list(self.returning.items()):
             request = self._scheduler.requests.get(request_id)
             if request is None:
-                del self._returning[request_id]
+                del self.returning[request_id]
             elif vllm_api.tokens_with_kv(request) > back.kv_tokens:
-                del self._returning[request_id]
+                del self.returning[request_id]
                 self._core.restored(jobs[request_id])
                 kind, elapsed = back.plan.kind.value, monotonic() - back.since
                 self._counters.add("resume_seconds", (kind, "predicted"), back.plan.resume_seconds)
                 self._counters.add("resume_seconds", (kind, "measured"), elapsed)
 
     def finished(self, request: Request) -> None:
-        """A request has ended: drop what is kept of its preemption. No-op if it never had one."""
+        """A preempted request has ended: drop what is kept of its preemption."""
         away = self._away.pop(request.request_id, None)
         if away is not None:
             self._counters.add("abandoned_tokens", count=away.kv_tokens)
-        self._returning.pop(request.request_id, None)
+        self.returning.pop(request.request_id, None)
 
     def lose_copies(self, jobs: dict[str, Job]) -> None:
         """Forget all host copies; their requests will be recomputed."""

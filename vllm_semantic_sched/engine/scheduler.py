@@ -268,8 +268,9 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                 measured = self.step_clock.finished(scheduler_output, now)
                 if measured is not None:
                     self.core.estimates.observe_step(*measured)
-            output = model_runner_output.kv_connector_output
-            self.preemptions.make_up_for_failures(self.jobs, output)
+            if self.connector is not None:
+                output = model_runner_output.kv_connector_output
+                self.preemptions.make_up_for_failures(self.jobs, output)
         outputs = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)
         with self.guard("first_tokens"):  # O(admitted requests that have no token yet)
             starting = self.core.lifecycle.starting
@@ -279,7 +280,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                     del starting[job]
                 elif request.num_output_tokens:
                     self.core.first_token(job)
-        if not self.observing:
+        if not self.observing and self.preemptions.returning:
             with self.guard("resumptions"):
                 self.preemptions.watch(self.jobs)
         with self.guard("refusals"):
@@ -373,8 +374,9 @@ class SemanticScheduler(vllm_api.HookedScheduler):
     def before_free(self, request: Request) -> None:
         job = self.jobs.pop(request.request_id, None)
         with self.guard("finish"):
-            self.preemptions.finished(request)
             if job is not None:
+                if job.preemptions:
+                    self.preemptions.finished(request)
                 self.predictions.cancel(job)
                 if not job.state.is_end:  # else the policy itself has ended it
                     self._finish(job, request)
@@ -462,7 +464,8 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                 job = self.jobs[request.request_id]
                 self._observe(job)
                 self.core.start(job)
-                self.preemptions.resumed(request)
+                if job.preemptions:
+                    self.preemptions.resumed(request)
             if self.observing:
                 self.running.append(request)
             else:

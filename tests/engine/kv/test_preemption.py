@@ -133,7 +133,7 @@ def test_preemptions_do_not_change_answers(
     assert total("policy_errors") == 0
     assert scheduler.preemptions.connector.ledger.pool.used == 0
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
-    assert not scheduler.preemptions._away and not scheduler.preemptions._returning
+    assert not scheduler.preemptions._away and not scheduler.preemptions.returning
 
 
 _FAILING = (

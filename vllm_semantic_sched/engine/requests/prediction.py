@@ -151,7 +151,8 @@ class PredictionFeed:
     def cancel(self, job: Job) -> None:
         """Withdraw the prompt of a request that ended, to save its forward passes."""
         read_once = job.level_source in (LevelSource.PREDICTION, LevelSource.SECOND_LOOK)
-        if self.service is not None and (job.awaits_prediction or read_once):
+        may_be_read = job.awaits_prediction or (read_once and job.prompt_tokens > DEFAULT_WINDOW)
+        if self.service is not None and may_be_read:
             self.service.cancel(job.request_id)
 
     def drain(self) -> Iterator[tuple[Job, Prediction | None]]:
