@@ -1,28 +1,14 @@
 """Which files run when the next request is picked, and when its rank is computed."""
 
 import re
-import sys
-from pathlib import Path
 
-import vllm_semantic_sched
+from executed_files import PACKAGE, ExecutedFiles
+
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.profile.formula import load_profile
 
-PACKAGE = Path(vllm_semantic_sched.__file__).parent
 ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
-
-
-class Files:
-    """The files of this package whose functions run."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-    def __call__(self, frame, event, argument) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(PACKAGE):
-            self.names.add(str(path.relative_to(PACKAGE)))
 
 
 def documented_path() -> set[str]:
@@ -37,15 +23,12 @@ def test_next_request_and_why_take_the_files_that_the_page_names() -> None:
         hint = core.read_hints({"urgency": level}, 0)
         job = core.arrive(core.draft(str(level), 50, 100, hint, awaits_prediction=False), 0.0)
         core.enqueue(job, core.waiting)
-    files = Files()
+    files = ExecutedFiles()
     core.waiting.changed()  # nothing is remembered of the last choice
-    sys.setprofile(files)
-    try:
+    with files.recording():
         first = core.waiting.peek()
         assert first is not None
         core.rank(first)
-    finally:
-        sys.setprofile(None)
     assert first.request_id == "0"
     assert files.names == documented_path()
     assert len(files.names) <= 8
