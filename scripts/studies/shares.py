@@ -24,7 +24,6 @@ from vllm_semantic_sched.lab.bench.workload import BenchRequest, WorkloadConfig,
 from vllm_semantic_sched.lab.report.tables import make_table
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.files import read_config
-from vllm_semantic_sched.policy.config.tiers import target_shares
 
 VARIANTS = {"shares": None, "nothing refused": "off"}  # admission.over_share
 _MIX = "1:1:1:0:0"
@@ -113,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure both variants and print the tables; 1 if something should not be."""
     results = {name: measure(args, name) for name in VARIANTS}
     write_json(args.output / "shares.json", {"environment": environment(), **results})
-    targets = target_shares(parse_policy(read_config("shares", kind="policy")[0]).tiers)
+    targets = parse_policy(read_config("shares", kind="policy")[0]).target_shares
     table = make_table(
         "share of the output tokens, %", "policy", "seconds", "premium", "standard", "background"
     )

@@ -403,16 +403,19 @@ def test_estimates_follow_the_scale_and_ranks_stay_comparable() -> None:
     assert subject.rank(shorter).remaining == pytest.approx(rank.remaining, rel=0.15)
 
 
-def test_shares_and_tenants_are_charged_corrected_times() -> None:
+def test_shares_and_tenants_are_charged_corrected_times(monkeypatch) -> None:
     subject = core(fair_share={"enabled": True})
-    charged = subject.seating.fair_share.served
+    charged: list[float] = []
+    monkeypatch.setattr(
+        subject.seating.fair_share, "charge", lambda level, seconds: charged.append(seconds)
+    )
     for factor in (1.0, 8.0):
         if factor > 1:
             observe(subject, factor)
-        before, job = charged[1], new_job(subject, 200)
+        job = new_job(subject, 200)
         subject.enqueue(job, subject.waiting)
         subject.take(job, subject.waiting)
-        assert charged[1] - before == pytest.approx(factor * PROFILE.prefill(0, 200), rel=0.15)
+        assert charged[-1] == pytest.approx(factor * PROFILE.prefill(0, 200), rel=0.15)
         subject.start(job)
 
 

@@ -3,11 +3,14 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import policy_ref
+from jobs import make_job, policy_of, policy_ref, step
 
+from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.order import FairShareKnobs
-from vllm_semantic_sched.policy.config.tiers import Tier, target_shares
-from vllm_semantic_sched.policy.order.fair_share import MOST_LEVELS, FairShare
+from vllm_semantic_sched.policy.config.tiers import Tier
+from vllm_semantic_sched.policy.core import SchedulingCore
+from vllm_semantic_sched.policy.order.fair_share import MOST_LEVELS, FairShare, shares_of
+from vllm_semantic_sched.policy.profile.formula import load_profile
 
 KNOBS = FairShareKnobs(enabled=True)
 
@@ -17,9 +20,21 @@ def tiers(*shares: float | None) -> list[Tier]:
 
 
 def test_tiers_without_a_share_divide_the_rest() -> None:
-    assert target_shares(tiers(0.5, None, None)) == [0.5, 0.25, 0.25]
-    assert target_shares(tiers(None, None)) == [0.5, 0.5]
-    assert target_shares(tiers(1.0, None)) == [1.0, 0.0]
+    assert policy_of(tiers(0.5, None, None)).target_shares == (0.5, 0.25, 0.25)
+    assert policy_of(tiers(None, None)).target_shares == (0.5, 0.5)
+    assert policy_of(tiers(1.0, None)).target_shares == (1.0, 0.0)
+    assert Policy(levels=4).target_shares == (0.25,) * 4
+
+
+def test_what_the_others_are_due_goes_to_those_that_ask() -> None:
+    targets = (0.5, 0.3, 0.2, 0.0)
+    assert shares_of((1.0, 3.0, 5.0, 0.0), targets, [0, 1]) == {
+        0: (0.25, pytest.approx(0.625)),
+        1: (0.75, pytest.approx(0.375)),
+    }
+    assert shares_of((0.0, 0.0, 5.0, 0.0), targets, [0, 1]) == {}
+    assert shares_of((0.0, 0.0, 5.0, 2.0), targets, [3]) == {}  # alone, it takes from nobody
+    assert shares_of((0.0, 0.0, 6.0, 2.0), targets, [2, 3]) == {2: (0.75, 1.0), 3: (0.25, 0.0)}
 
 
 charges = st.lists(
@@ -30,13 +45,11 @@ charges = st.lists(
 @given(charges, st.sets(st.integers(0, 2)))
 def test_offsets_are_bounded_and_steer_toward_the_targets(charges, active) -> None:
     share = FairShare(policy_ref(tiers(0.2, 0.3, 0.5), fair_share=KNOBS))
-    now, total = 0.0, 0.0
+    now = 0.0
     for level, seconds, pause in charges:
         share.charge(level, seconds)
-        total += seconds
         now += pause
         share.update(now, sorted(active))
-    assert sum(share.served) == pytest.approx(total)
     found = share.shares(sorted(active))
     if charges and found:
         assert sum(used for used, _ in found.values()) == pytest.approx(1.0)
@@ -66,8 +79,13 @@ def test_use_decays_and_unused_shares_are_divided() -> None:
     assert share.offsets[1] == MOST_LEVELS and share.offsets[0] == -MOST_LEVELS
 
 
-def test_disabled_fair_share_changes_nothing() -> None:
-    share = FairShare(policy_ref(tiers(0.5, 0.5)))
-    share.charge(0, 8.0)
-    share.update(0.0, [0, 1])
-    assert share.offsets == [0.0, 0.0]
+@pytest.mark.parametrize("enabled", [False, True])
+def test_offsets_follow_from_what_jobs_use_only_with_fair_shares(enabled) -> None:
+    policy = policy_of(tiers(0.5, 0.5), fair_share=FairShareKnobs(enabled=enabled))
+    core = SchedulingCore(policy, load_profile("default"))
+    for level in (0, 0, 1):
+        core.enqueue(make_job(level), core.waiting)
+    core.take(core.waiting.peek(), core.waiting)
+    step(core)
+    expected = [MOST_LEVELS, -MOST_LEVELS] if enabled else [0.0, 0.0]
+    assert core.seating.fair_share.offsets == expected

@@ -205,7 +205,7 @@ def _seating(core: SchedulingCore, counters: Counters) -> Gauges:
     counters.raise_to("deadline_boosted_requests", seating.credits.deadline_boosted)
     counters.raise_to("capped_requests", seating.top_levels.count)
     gauges: dict[str, dict[str, float]] = {}
-    if seating.fair_share.enabled:
+    if core.policy.fair_share.enabled:
         shares = seating.fair_share.shares(core.waiting.levels)
 
         def deviation(level: int) -> float:

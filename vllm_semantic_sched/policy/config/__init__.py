@@ -105,6 +105,15 @@ class Policy(Section):
         """Name of each level in metrics and messages: its number if the policy has no tiers."""
         return tuple(tier.name for tier in self.all_tiers)
 
+    @cached_property
+    def target_shares(self) -> tuple[float, ...]:
+        """Target share of each tier; tiers without one divide the rest evenly."""
+        left = max(0.0, 1.0 - sum(tier.share or 0.0 for tier in self.all_tiers))
+        without = sum(tier.share is None for tier in self.all_tiers)
+        return tuple(
+            left / without if tier.share is None else tier.share for tier in self.all_tiers
+        )
+
     def in_stock_order(self) -> Policy:
         """The policy of vLLM's own scheduler, with the same levels and SLOs."""
         tiers = tuple(Tier(name=tier.name, slo=tier.slo) for tier in self.tiers)

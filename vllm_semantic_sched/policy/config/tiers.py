@@ -1,6 +1,5 @@
 """Tiers: the urgency levels with names, SLOs and limits (S3, S4, S8)."""
 
-from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -67,10 +66,3 @@ class Tier(Section):
     drop: bool = False
     """Requests may be ended with the code `dropped` if their preemptions would cost more than a
     retry by the client, or by `preemption.after_limit`."""
-
-
-def target_shares(tiers: Sequence[Tier]) -> list[float]:
-    """Target share of each tier; tiers without one divide the rest evenly."""
-    left = max(0.0, 1.0 - sum(tier.share or 0.0 for tier in tiers))
-    without = sum(tier.share is None for tier in tiers)
-    return [left / without if tier.share is None else tier.share for tier in tiers]

@@ -5,10 +5,11 @@ from random import Random
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.overload import Admission
-from vllm_semantic_sched.policy.config.tiers import TierQueue, target_shares
+from vllm_semantic_sched.policy.config.tiers import TierQueue
 from vllm_semantic_sched.policy.facts.capacity import Allocation
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.limits import Scope
+from vllm_semantic_sched.policy.order.fair_share import shares_of
 from vllm_semantic_sched.policy.overload.account import Entry
 from vllm_semantic_sched.policy.overload.load import LoadMonitor, PressureLevel
 from vllm_semantic_sched.policy.overload.refusal import Code
@@ -50,15 +51,15 @@ def ends_requests(policy: Policy) -> bool:
 
 
 def judge(
-    entry: Entry, load: LoadMonitor, rules: Admission, free_seats: int, random: Random
+    entry: Entry, load: LoadMonitor, policy: Policy, free_seats: int, random: Random
 ) -> Verdict:
     """Whether a new request is admitted. As many requests as there are free seats are admitted
     beyond the bounds on the queue, because they will not wait."""
     level, tier, allocations = entry.level, load.tiers[entry.level], load.allocations
     if load.is_shed(level):
         return Verdict(Code.SHED, SHED.format(tier=tier.name))
-    if rules.over_share != "off" and load.pressure.level:
-        reason = _over_share(level, load, rules, random)
+    if policy.admission.over_share != "off" and load.pressure.level:
+        reason = _over_share(level, load, policy, random)
         if reason is not None:
             return Verdict(Code.TIER_OVER_SHARE, reason)
     if allocations.all.queued < free_seats:
@@ -80,18 +81,18 @@ def judge(
     return ADMITTED
 
 
-def _over_share(level: int, load: LoadMonitor, rules: Admission, random: Random) -> str | None:
+def _over_share(level: int, load: LoadMonitor, policy: Policy, random: Random) -> str | None:
     """Why a new request is refused because its tier has more than its share of the predicted work;
     None if it is not. Shares that tiers without requests do not use go to the others."""
-    work, targets = load.outstanding(), target_shares(load.tiers)
-    if level == 0 or not work[level]:
+    work = load.outstanding()
+    active = [place for place, tokens in enumerate(work) if tokens]
+    share = shares_of(work, policy.target_shares, active).get(level)
+    if level == 0 or share is None or share.actual <= share.due:
         return None
-    wanted = sum(target for target, tokens in zip(targets, work, strict=True) if tokens)
-    share, target = work[level] / sum(work), targets[level] / wanted if wanted else 0.0
-    if share <= target:
-        return None
-    certain = rules.over_share == "hard" or load.pressure.level is PressureLevel.CRITICAL
-    probability = min(_REFUSALS_PER_EXCESS * (share - target), _MOST_REFUSALS)
+    certain = policy.admission.over_share == "hard" or load.pressure.level is PressureLevel.CRITICAL
+    excess = share.actual - share.due
+    probability = min(_REFUSALS_PER_EXCESS * excess, _MOST_REFUSALS)
     if not certain and random.random() >= probability:
         return None
-    return f"Tier {load.tiers[level].name!r} has {share:.0%} of the work, its share is {target:.0%}"
+    tier = load.tiers[level].name
+    return f"Tier {tier!r} has {share.actual:.0%} of the work, its share is {share.due:.0%}"

@@ -136,7 +136,7 @@ class OverloadControl(Listener):
     def _let_in(self, job: Job, entry: Entry, free_seats: int, older: Sequence[Job]) -> list[Ended]:
         """Admit or refuse a job in place of `older` jobs, which stay if it is refused."""
         places = [(other, self.account.leave(other)) for other in older]
-        verdict = judge(entry, self.load, self._ref.policy.admission, free_seats, self._random)
+        verdict = judge(entry, self.load, self._ref.policy, free_seats, self._random)
         if verdict.code is not None:
             for other, place in places:
                 if place is not None:
