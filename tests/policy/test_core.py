@@ -173,6 +173,26 @@ def test_tier_that_is_not_preemptible_keeps_its_seats() -> None:
     assert batch in core.running
 
 
+def test_jobs_with_kv_go_by_rank_without_turns_of_tenants_or_overtaking() -> None:
+    core = make_core(tenants={"fair": True}, aging={"enabled": True, "interval": 1.0})
+
+    def resume(name: str, urgency: int, tenant: str, prompt_tokens: int) -> Job:
+        hint = core.read_hints({"urgency": urgency}, 0)
+        job = core.arrive(core.draft(name, prompt_tokens, 500, hint, False, tenant=tenant), 0.0)
+        if urgency == 4:
+            core.seating.credits.earn(job, 1000.0)
+            assert job.overdue
+        core.requeue(job, core.with_kv)
+        return job
+
+    overdue = resume("overdue", 4, "a", 100)
+    long = resume("long", 0, "a", 2000)
+    short = resume("short", 0, "b", 100)
+    longer = resume("longer", 0, "b", 4000)
+    assert core.with_kv.peek() is short and not core.with_kv.overtakes(short)
+    assert list(core.with_kv.ordered()) == [short, long, longer, overdue]
+
+
 def test_limit_of_the_client_bounds_the_expected_length() -> None:
     core = make_core()
     job = arrive(core, "a", 1)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.config.order import Aging, Tenants
 from vllm_semantic_sched.policy.config.reference import PolicyRef
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.estimates.decision import Hint, read_hints
@@ -26,7 +25,7 @@ from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Predictio
 from vllm_semantic_sched.policy.holds.budget import Protection
 from vllm_semantic_sched.policy.levels import LevelDecider
 from vllm_semantic_sched.policy.order.inversions import Inversions
-from vllm_semantic_sched.policy.order.queues import OrderingRules
+from vllm_semantic_sched.policy.order.queues import OrderingRules, ranks_only
 from vllm_semantic_sched.policy.order.running import RunningSet
 from vllm_semantic_sched.policy.order.seating import Seating
 from vllm_semantic_sched.policy.order.tenants import ANONYMOUS
@@ -96,8 +95,7 @@ class SchedulingCore:
         self.next_job: Job | None = None  # when the last step was decided
         self.was_first: Job | None = None  # that step kept a seat for it
         # Waiting jobs whose KV is on the device or on its way there: by rank alone, no limits.
-        self._rank_only = PolicyRef(_by_rank(policy))
-        self.with_kv = WaitingQueue(OrderingRules(self._rank_only, self.estimates))
+        self.with_kv = WaitingQueue(OrderingRules(self.policy_ref, self.estimates, ranks_only))
         self._sequence = itertools.count()
         self.outdated: list[Job] = []  # may still be ranked by the previous policy
 
@@ -117,7 +115,6 @@ class SchedulingCore:
         with no effect, if `check` refuses it."""
         self.check(policy)
         self.policy_ref.switch(policy)
-        self._rank_only.switch(_by_rank(policy))
         self.estimates.use_profile(profile)
         self.seating.policy_changed()
         # Popped from the end, so that running jobs come first.
@@ -569,8 +566,3 @@ class SchedulingCore:
 def _is_fresh(job: Job) -> bool:
     """Whether a job has never had a seat."""
     return job.computed == 0 and not job.preempted.times and job.generated == 0
-
-
-def _by_rank(policy: Policy) -> Policy:
-    """The policy without what puts jobs into another order than their ranks."""
-    return policy.model_copy(update={"aging": Aging(), "tenants": Tenants()})

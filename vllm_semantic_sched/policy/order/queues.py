@@ -1,7 +1,7 @@
 """The waiting jobs of one level: a queue per tenant, and the choice of the next tenant."""
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -21,28 +21,51 @@ from vllm_semantic_sched.policy.order.tenants import ANONYMOUS, VirtualCounters
 class Used(NamedTuple):
     """What the policy in force uses. Without it, the code for it is not entered."""
 
-    aging: bool
-    timers: bool  # of waiting jobs, by aging or deadlines
-    kv_peak: bool
-    shares: bool
-    top_cap: bool  # on a tenant's requests at the top levels
+    aging: bool = False
+    timers: bool = False  # of waiting jobs, by aging or deadlines
+    kv_peak: bool = False
+    shares: bool = False
+    top_cap: bool = False  # on a tenant's requests at the top levels
+    tenants: bool = False  # the least served tenant goes first within a level
+
+
+def used_by(policy: Policy) -> Used:
+    """What a policy uses."""
+    return Used(
+        aging=policy.aging.enabled,
+        timers=policy.aging.enabled or policy.deadlines.enabled,
+        kv_peak=policy.kv_peak.enabled,
+        shares=policy.fair_share.enabled,
+        top_cap=policy.tenants.top.share < 1.0,
+        tenants=policy.tenants.fair,
+    )
+
+
+def ranks_only(policy: Policy) -> Used:
+    """What a queue uses whose jobs go by their ranks, whatever the policy says."""
+    return Used()
 
 
 class OrderingRules:
     """What counts in a queue besides the ranks of its jobs: offsets of the levels, and limits."""
 
-    def __init__(self, ref: PolicyRef, estimates: Estimator) -> None:
+    def __init__(
+        self,
+        ref: PolicyRef,
+        estimates: Estimator,
+        used: Callable[[Policy], Used] = used_by,
+    ) -> None:
         policy = ref.policy
         self.ref = ref
-        # A reload cannot change these two (`policy.live`).
-        self.by_level = policy.uses_urgency  # whether the rank uses the level
-        self.by_tenant = policy.tenants.fair  # the least served tenant goes first within a level
         self.allocations = Allocations(policy.levels)
         self.overtaking = Overtaking()
         self.fair_share = FairShare(ref)
         self.limits = Limits(ref, self.allocations)
         self.kv_peak = KvPeak(estimates.tokens)
-        self.used = Derived(ref, _used)
+        self.used = Derived(ref, used)
+        # A reload cannot change these two (`policy.live`).
+        self.by_level = policy.uses_urgency  # whether the rank uses the level
+        self.by_tenant = self.used.table.tenants
         self._estimates = estimates
 
     @property
@@ -77,16 +100,6 @@ class OrderingRules:
         """Engine time until a job can decode: load and prefill."""
         profile = self._estimates.profile
         return profile.load(job.swapped) + profile.prefill(job.swapped, job.tokens)
-
-
-def _used(policy: Policy) -> Used:
-    return Used(
-        aging=policy.aging.enabled,
-        timers=policy.aging.enabled or policy.deadlines.enabled,
-        kv_peak=policy.kv_peak.enabled,
-        shares=policy.fair_share.enabled,
-        top_cap=policy.tenants.top.share < 1.0,
-    )
 
 
 class TenantQueue:
