@@ -375,7 +375,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         job = self.jobs.pop(request.request_id, None)
         with self.guard("finish"):
             if job is not None:
-                if job.preemptions:
+                if job.preempted.times:
                     self.preemptions.finished(request)
                 self.predictions.cancel(job)
                 if not job.state.is_end:  # else the policy itself has ended it
@@ -464,7 +464,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
                 job = self.jobs[request.request_id]
                 self._observe(job)
                 self.core.start(job)
-                if job.preemptions:
+                if job.preempted.times:
                     self.preemptions.resumed(request)
             if self.observing:
                 self.running.append(request)
