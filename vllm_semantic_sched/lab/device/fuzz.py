@@ -166,11 +166,11 @@ def run_case(case: Case) -> Outcome:
     with VirtualEngine(case.engine) as engine:
         engine.send(case.load)
         if case.random_holds and case.engine.scheduler == "semantic":
-            _hold_at_random(engine.scheduler.core.protection, random.Random(case.number))
+            hold_at_random(engine, random.Random(case.number))
         for moment, what in case.disturbances:
             engine.at(moment, _disturb(engine, what))
         engine.run()
-        _look_around(engine, case)
+        look_around(engine)
         outcome = Outcome(
             requests=len(case.load),
             steps=len(engine.steps),
@@ -242,7 +242,10 @@ def _leaving(request: LoadRequest, chance: random.Random) -> LoadRequest:
     return replace(request, abort=request.arrival + chance.expovariate(5.0))
 
 
-def _hold_at_random(protection: Any, chance: random.Random) -> None:
+def hold_at_random(engine: VirtualEngine, chance: random.Random) -> None:
+    """In every other step on average, let our scheduler hold some of the requests that it may hold,
+    instead of those for which that pays."""
+    protection = engine.scheduler.core.protection
     choose = protection.choose
 
     def choose_any(certain: Any, others: Sequence[Any], *args: Any) -> Sequence[Any]:
@@ -302,8 +305,9 @@ _DISTURBANCES: dict[str, Callable[[VirtualEngine], None]] = {
 }
 
 
-def _look_around(engine: VirtualEngine, case: Case) -> None:
-    """Nothing may be left once all requests have ended."""
+def look_around(engine: VirtualEngine) -> None:
+    """Look for what is left once all requests have ended. DeviceError: blocks or jobs are left, a
+    request was lost, or an error of the policy was caught."""
     for record in engine.records.values():
         if record.ended is None:
             raise DeviceError("was lost", record.name, engine.runner.number)
@@ -311,7 +315,7 @@ def _look_around(engine: VirtualEngine, case: Case) -> None:
     kept = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
     if kept:
         raise DeviceError(f"{kept} blocks are left when all requests have ended")
-    if case.engine.scheduler != "semantic":
+    if engine.config.scheduler != "semantic":
         return
     scheduler = engine.scheduler
     if scheduler.jobs:
