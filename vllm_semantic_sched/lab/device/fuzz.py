@@ -19,7 +19,6 @@ from typing import Any
 from vllm_semantic_sched.engine.startup.settings import SWAP_CONNECTOR
 from vllm_semantic_sched.lab.bench.prompts import Lengths
 from vllm_semantic_sched.lab.device.load import LoadConfig, LoadRequest, draw_load
-from vllm_semantic_sched.lab.device.model import SHAPES
 from vllm_semantic_sched.lab.device.remote import REMOTE_CONNECTOR
 from vllm_semantic_sched.lab.device.sanitizer import DeviceError
 from vllm_semantic_sched.lab.device.virtual import EngineConfig, VirtualEngine
@@ -38,14 +37,7 @@ _CONNECTORS = ("none", "swap", "multi", "remote", "both")
 _HYBRID = "granite-4.0-h-tiny"
 _BLOCKS = {"sliding-8b": 130, _HYBRID: 80}  # about as many as the longest request needs
 _DENSE = 34
-
-
-def _generates(shape: str) -> bool:
-    architecture: str = SHAPES[shape]["architectures"][0]
-    return architecture.endswith("ForCausalLM")
-
-
-_SHAPES = [shape for shape in SHAPES if _generates(shape)]
+_SHAPES = ("llama-3.1-8b", "sliding-8b", "deepseek-v2-lite", "qwen3-30b-a3b", _HYBRID)
 
 
 @dataclass(frozen=True)

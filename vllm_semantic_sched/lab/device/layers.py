@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
@@ -15,17 +16,25 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    SparseCacheRole,
 )
 
 _STATES = ("mamba", "linear_attention")
 
 
 def kv_cache_spec(config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """One entry for each layer of the model's configuration."""
+    """One entry for each layer of the model's configuration, and for each indexer of sparse
+    attention; none if the model reads all tokens at once (BERT)."""
     text = config.model_config.hf_text_config
+    if config.model_config.attn_type == "encoder_only":
+        return {}
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     specs = {kind: _spec(kind, config) for kind in set(kinds)}
-    return {f"model.layers.{index}.mixer": specs[kind] for index, kind in enumerate(kinds)}
+    layers = {f"model.layers.{index}.mixer": specs[kind] for index, kind in enumerate(kinds)}
+    if hasattr(text, "index_topk"):
+        indexer = _indexer(config)
+        layers |= {f"model.layers.{index}.indexer": indexer for index in range(len(kinds))}
+    return layers
 
 
 def align_blocks(config: VllmConfig) -> None:
@@ -76,8 +85,23 @@ def _spec(kind: str, config: VllmConfig) -> KVCacheSpec:
         shape |= {"num_kv_heads": 1, "max_tp_shards": 1}
         return MLAAttentionSpec(**shape, cache_dtype_str=config.cache_config.cache_dtype)
     if kind == "sliding_attention":
+        heads = getattr(model.hf_text_config, "swa_num_key_value_heads", shape["num_kv_heads"])
+        shape |= {"num_kv_heads": heads}
         return SlidingWindowSpec(**shape, sliding_window=model.hf_text_config.sliding_window)
     return FullAttentionSpec(**shape)
+
+
+def _indexer(config: VllmConfig) -> MLAAttentionSpec:
+    """Of DeepSeek V3.2: a key of 8 bits a number, and a scale of 4 bytes for each 128."""
+    width = config.model_config.hf_text_config.index_head_dim
+    return MLAAttentionSpec(
+        block_size=config.cache_config.block_size,
+        num_kv_heads=1,
+        max_tp_shards=1,
+        head_size=width + width // 128 * 4,
+        dtype=torch.uint8,
+        cache_role=SparseCacheRole.INDEXER,
+    )
 
 
 def _state(config: VllmConfig) -> MambaSpec:

@@ -60,6 +60,34 @@ _DEEPSEEK_V2_LITE: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
+# Beside each layer's attention, an indexer keeps a key of 128 numbers for each token, and chooses
+# the 2,048 tokens that the layer reads. One more layer drafts a token (MTP).
+_DEEPSEEK_V3_2: dict[str, Any] = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "index_topk": 2048,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+}
 _QWEN3_30B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -101,6 +129,17 @@ _EMBEDDING: dict[str, Any] = {
     "max_position_embeddings": 32_768,
     "sliding_window": None,
 }
+# All tokens see each other, in one step: no KV is kept.
+_BERT: dict[str, Any] = {
+    "architectures": ["BertModel"],
+    "model_type": "bert",
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "max_position_embeddings": 512,
+}
 # Images of up to 1,456 by 1,456 pixels: 169 tokens for each tile of 364 by 364, and for the whole.
 _IMAGE_TOKENS = (
     "<fake_token_around_image>",
@@ -131,10 +170,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _LLAMA,
     "sliding-8b": _LLAMA | _SLIDING,
     "deepseek-v2-lite": _LLAMA | _DEEPSEEK_V2_LITE,
+    "deepseek-v3.2": _LLAMA | _DEEPSEEK_V3_2,
     "qwen3-30b-a3b": _LLAMA | _QWEN3_30B,
     "granite-4.0-h-tiny": _LLAMA | _GRANITE_TINY,
     "idefics3-8b": _LLAMA | _IDEFICS3,
     "e5-mistral-7b": _LLAMA | _EMBEDDING,
+    "bge-base": _LLAMA | _BERT,
 }
 """Configurations, by name; all with the vocabulary of the tokenizer that is at hand."""
 DRAFTERS: dict[str, dict[str, Any]] = {"eagle-8b": _LLAMA | _EAGLE}
