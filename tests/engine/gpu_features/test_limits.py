@@ -16,24 +16,6 @@ AT_ONCE = 3
 # Models without KV cache: embeddings, reranking
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [pytest.param("", id="default"), pytest.param("kv_peak: {enabled: true}\n", id="kv_peak")],
-)
-def test_model_without_kv_cache_has_no_kv_limit(build, build_stock, clock_of, policy) -> None:
-    options = {"max_num_seqs": 8, "num_blocks": 1, "layers": []}
-    ours, stock = EngineSteps(build(policy, **options)), EngineSteps(build_stock(**options))
-    clock = clock_of(ours.scheduler)
-    for steps in (ours, stock):
-        steps.add(*"abcdef", urgency=4, output_tokens=5)
-        for _ in range(3):
-            clock.now += 1.0
-            steps.run()
-    assert [len(tokens) for tokens in ours.scheduled] == [len(tokens) for tokens in stock.scheduled]
-    assert ours.scheduler.core.overload.load.pressure.level.name == "NONE"
-    ours.finish(20)
-
-
 def test_model_without_kv_cache_needs_no_host_pool() -> None:
     assert host_slots(KVCacheConfig(1, kv_cache_tensors=[], kv_cache_groups=[]), 4.0) == 0
 

@@ -1,4 +1,4 @@
-"""Adapters, images, grammars and embeddings on the emulated device, in virtual time."""
+"""Adapters, images and grammars on the emulated device, in virtual time."""
 
 import json
 import random
@@ -65,15 +65,13 @@ def options(models) -> Callable[[str], dict[str, Any]]:
             return {"adapters": 2}
         if kind == "images":
             return {"shape": "idefics3-8b", "model": models("idefics3-8b")}
-        if kind == "grammars":
-            return {"model": models("llama-3.1-8b"), "options": WITHOUT_BLANKS}
-        return {"shape": "e5-mistral-7b"}
+        return {"model": models("llama-3.1-8b"), "options": WITHOUT_BLANKS}
 
     return build
 
 
 FEW = {"seats": 8, "blocks": 64, "budget": 128, "max_model_len": 1000}
-LOADS = {"adapters": ADAPTERS, "images": IMAGES, "grammars": GRAMMARS, "embeddings": LOAD}
+LOADS = {"adapters": ADAPTERS, "images": IMAGES, "grammars": GRAMMARS}
 
 
 @pytest.mark.parametrize("kind", LOADS)
@@ -85,11 +83,11 @@ def test_preempted_requests_get_the_same_answers(kind, options) -> None:
     for scheduler in ("fcfs", "semantic"):
         for asynchronous in (False, True):
             few = FEW | {"scheduler": scheduler, "asynchronous": asynchronous}
-            if scheduler == "semantic" and kind != "embeddings":
+            if scheduler == "semantic":
                 few["drafts"] = 2
             got, preempted = run(load, prefix_cache=asynchronous, **few, **options(kind))
             assert got == plain
-            assert preempted or kind == "embeddings"
+            assert preempted
 
 
 # Adapters
@@ -219,14 +217,3 @@ def test_wrong_mask_is_found(change, asynchronous, options) -> None:
         engine.scheduler.get_grammar_bitmask = changed
         with pytest.raises(DeviceError, match=r"got another answer|ended at another length"):
             engine.run()
-
-
-# Embeddings
-
-
-def test_embedding_model_pools(options) -> None:
-    ran = run_virtual(LOAD, **options("embeddings"))
-    assert ran.engine.core.get_supported_tasks() == ("embed",)
-    assert [len(one.tokens) for one in ran.records] == [one.answer for one in LOAD]
-    assert not any(step.batch.decodes for step in ran.steps)
-    assert all(one.first_token == one.ended for one in ran.records)

@@ -1,0 +1,52 @@
+"""Speculative decoding on the emulated device: steps verify drafts, some of which are wrong."""
+
+from typing import Any
+
+import pytest
+from virtual_runs import check_feature
+
+pytestmark = pytest.mark.engine
+
+
+def check_drafts(**options: Any) -> None:
+    for shown in check_feature(**options):
+        assert shown.accepted > 0
+
+
+def test_ngram() -> None:
+    """vLLM runs it without asynchronous scheduling."""
+    check_drafts(drafts=2, drafter="ngram", runner=2, asynchronous=False, modes=[False])
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_ngram_on_the_device(prefix_cache) -> None:
+    check_drafts(drafts=2, drafter="ngram_gpu", runner=2, prefix_cache=prefix_cache)
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_eagle(prefix_cache) -> None:
+    check_drafts(drafts=3, drafter="eagle", runner=2, prefix_cache=prefix_cache)
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_mtp(prefix_cache) -> None:
+    """By a layer of the model itself."""
+    check_drafts(
+        shape="deepseek-v3.2",
+        drafts=1,
+        drafter="mtp",
+        runner=2,
+        prefix_cache=prefix_cache,
+    )
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_nobody_is_held_on_the_first_model_runner(prefix_cache) -> None:
+    """It would lose the drafts of a request that sits out a step."""
+    shown = check_feature(drafts=2, drafter="eagle", holds=False, prefix_cache=prefix_cache)
+    assert not any(one.held for one in shown)
+    assert all(one.accepted for one in shown)
+
+
+def test_hybrid_model() -> None:
+    check_drafts(shape="granite-4.0-h-tiny", blocks=57, drafts=2, drafter="ngram_gpu", runner=2)
