@@ -45,6 +45,10 @@ class LaterOutput(AsyncModelRunnerOutput):
         self._runner.fetched = self._runner.clock.now()
         return self._output
 
+    def get_kv_connector_output(self) -> KVConnectorOutput | None:
+        """vLLM 0.33 asks for it where `get_output` fails."""
+        return self._output.kv_connector_output
+
 
 class EmulatedWorker(WorkerBase):
     """Computes nothing. A process that wants another clock than the real one sets `clock` before
