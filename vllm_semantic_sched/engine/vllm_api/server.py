@@ -59,7 +59,7 @@ def encode_with_rank(engine_client: Any) -> Callable[..., AsyncGenerator[Any, No
 
 
 def limits_on_all(vllm_config: VllmConfig) -> list[str]:
-    """Options given by which API servers refuse requests, whatever their level (from 0.33 on)."""
+    """Options given by which API servers refuse requests, whatever their level."""
     options = []
     for field in ("max_num_queued_reqs", "max_num_queued_tokens"):
         if getattr(vllm_config.scheduler_config, field, None) is not None:
