@@ -98,8 +98,8 @@ def check_feature(
     - requests were preempted for waiting ones, and some were held and got no token then, unless
       not `preempts` or `holds`.
 
-    `modes`: asynchronous scheduling or not. Half of the steps' holds are drawn at random. Returns
-    what happened in each mode.
+    `modes`: asynchronous scheduling or not. Where requests may be held, half of the holds are drawn
+    at random. Returns what happened in each mode.
     """
     chance = random.Random(7)
     load = [_leaving(one, chance) if at % 5 == 2 else one for at, one in enumerate(load)]
@@ -111,7 +111,7 @@ def check_feature(
     for asynchronous in modes:
         given = options | room | {"asynchronous": asynchronous}
         stock = _served(load, **given | {"scheduler": "fcfs"})
-        ours = _served(load, hold=holds, **given)
+        ours = _served(load, **given)
         for name, record in ours.records.items():
             expected = right.records[name].tokens
             assert record.tokens == expected[: len(record.tokens)], name
@@ -153,11 +153,28 @@ def note_holds(engine: VirtualEngine) -> list[int]:
     return held
 
 
-def _served(load: Sequence[LoadRequest], hold: bool = False, **options: Any) -> Shown:
+def decodes_beside_a_prefill(decodes: int, **options: Any) -> list[int]:
+    """How many requests decode in each step that computes a part of a long prompt of level 0, of so
+    many less urgent ones."""
+    load = [
+        LoadRequest(f"decode{number}", 0.0, 4, tuple(range(20 + number, 28 + number)), 400)
+        for number in range(decodes)
+    ]
+    load.append(LoadRequest("long", 0.5, 0, tuple(range(100, 1100)), 5))
+    options = {"seats": 2 * decodes, "policy": MUCH_HELD, "max_model_len": 1200} | options
+    with VirtualEngine(EngineConfig(**options)) as engine:
+        engine.send(load)
+        engine.run(until=3.0)
+        assert engine.records["long"].first_token is not None
+        computing = [step for step in engine.steps if step.begin >= 0.5 and step.batch.prefills]
+        return [step.batch.decodes for step in computing]
+
+
+def _served(load: Sequence[LoadRequest], **options: Any) -> Shown:
     with VirtualEngine(EngineConfig(**options)) as engine:
         ours = engine.config.scheduler == "semantic"
         held = note_holds(engine) if ours else []
-        if hold:
+        if ours:
             hold_at_random(engine, random.Random(7))
         engine.send(load)
         engine.run()

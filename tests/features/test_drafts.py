@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from virtual_runs import check_feature
+from virtual_runs import check_feature, decodes_beside_a_prefill
 
 pytestmark = pytest.mark.engine
 
@@ -26,6 +26,15 @@ def test_ngram_on_the_device(prefix_cache) -> None:
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_eagle(prefix_cache) -> None:
     check_drafts(drafts=3, drafter="eagle", runner=2, prefix_cache=prefix_cache)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_drafts_go_on_beside_a_long_prefill(asynchronous) -> None:
+    """16 decodes with two drafts each take 48 of 64 tokens."""
+    options = {"drafts": 2, "acceptance": 0.0, "runner": 2, "asynchronous": asynchronous}
+    decodes = decodes_beside_a_prefill(16, budget=64, **options)
+    assert sum(count < 16 for count in decodes) <= 1
+    assert len(decodes) <= 64
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])

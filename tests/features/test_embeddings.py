@@ -36,6 +36,5 @@ def test_model_without_kv_cache(policy) -> None:
     limits = {"preempts": False, "holds": False, "budget": 1024}
     shown = check_feature(LOAD, policy=policy | {"correct_profile": False}, **bert, **limits)
     for one in shown:
-        pressure = one.engine.scheduler.core.overload.load.pressure
-        assert pressure.level.name == "NONE"
+        assert one.engine.scheduler.core.overload.load.use().kv == 0.0
         assert max(step.batch.prefills for step in one.engine.steps) == 4

@@ -6,7 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from virtual_runs import FEATURE_LOAD, MUCH_HELD, check_feature, mean_ttft
+from virtual_runs import (
+    FEATURE_LOAD,
+    MUCH_HELD,
+    check_feature,
+    decodes_beside_a_prefill,
+    mean_ttft,
+)
 from vllm.v1.engine.core import EngineCore
 
 from vllm_semantic_sched.lab.device import virtual
@@ -28,9 +34,38 @@ def test_second_model_runner() -> None:
     check_feature(runner=2)
 
 
+# The prefix cache
+
+
 @pytest.mark.parametrize("runner", [1, 2])
 def test_prefix_cache(runner) -> None:
     check_feature(runner=runner, prefix_cache=True)
+
+
+LATER = 0.3  # seconds; all that was sent at first decodes then
+
+
+def sent(name: str, level: int, prompt: range, answer: int, arrival: float = 0.0) -> LoadRequest:
+    return LoadRequest(name, arrival, level, tuple(prompt), answer)
+
+
+def test_nobody_is_preempted_for_blocks_that_the_cache_has() -> None:
+    """21 of the 22 blocks that the level 0 needs are in use by another; 5 to 9 are free."""
+    load = [
+        sent("x", 4, range(100, 440), 60),
+        sent("y", 4, range(500, 840), 60),
+        sent("urgent", 0, range(100, 445), 5, LATER),
+    ]
+    ran = run_virtual(
+        load,
+        seats=4,
+        blocks=55,
+        max_model_len=640,
+        prefix_cache=True,
+        policy=MUCH_HELD,
+    )
+    assert ran.engine.scheduler.counters.total("preemptions") == 0
+    assert ran.records[2].ttft < 0.1
 
 
 # Prefills
@@ -39,6 +74,21 @@ def test_prefix_cache(runner) -> None:
 def test_chunked_prefill() -> None:
     """Steps of 64 tokens, for prompts of up to 400."""
     check_feature(blocks=50, budget=64)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"budget": 64}, id="batched"),
+        pytest.param({"options": {"max_num_scheduled_tokens": 64}}, id="scheduled"),
+    ],
+)
+def test_decodes_go_on_beside_a_long_prefill(options, asynchronous) -> None:
+    """Of less urgent requests. The prompt takes 21 steps of 48 tokens, beside 16 decodes."""
+    decodes = decodes_beside_a_prefill(16, asynchronous=asynchronous, **options)
+    assert sum(count < 16 for count in decodes) <= 1
+    assert len(decodes) <= 22
 
 
 def test_prefill_in_one_step() -> None:
@@ -72,7 +122,8 @@ def prompt_tokens(monkeypatch) -> list[int]:
 
 
 def test_long_prefill_threshold(prompt_tokens) -> None:
-    shown = check_feature(options={"long_prefill_token_threshold": 50})
+    """In steps of 128 tokens, which have to be shared."""
+    shown = check_feature(budget=128, options={"long_prefill_token_threshold": 50})
     assert max(prompt_tokens) == 50
     for one in shown:
         assert one.engine.scheduler.scheduler_config.long_prefill_token_threshold == 50
@@ -104,7 +155,7 @@ def test_prefill_interval(monkeypatch) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"max_num_scheduled_tokens": 100}, id="tokens"),
+        pytest.param({"max_num_scheduled_tokens": 200}, id="tokens"),
         pytest.param({"scheduler_reserve_full_isl": False}, id="no_full_isl"),
         pytest.param({"stream_interval": 10}, id="stream_interval"),
     ],
@@ -117,8 +168,25 @@ def test_watermark() -> None:
     check_feature(options={"watermark": 0.1})
 
 
+def test_urgent_request_takes_blocks_above_the_watermark() -> None:
+    """Six of 60 are to stay free. When the level 0 comes for four, eight are."""
+    load = [sent(f"low{number}", 4, range(100, 350), 200) for number in range(3)]
+    load.append(sent("urgent", 0, range(600, 660), 5, LATER))
+    ran = run_virtual(
+        load,
+        seats=8,
+        blocks=60,
+        max_model_len=640,
+        policy=MUCH_HELD,
+        options={"watermark": 0.1},
+    )
+    assert ran.engine.scheduler.counters.total("admission_preemptions") == 1
+    assert ran.records[-1].ttft < 0.1
+
+
 def test_most_active_sequences() -> None:
-    check_feature(seats=8, options={"max_num_active_seqs": 3})
+    """With blocks for all: seats are what they lack."""
+    check_feature(seats=8, blocks=200, options={"max_num_active_seqs": 3})
 
 
 # vLLM's priorities
