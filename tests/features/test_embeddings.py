@@ -7,6 +7,7 @@ from virtual_runs import FEATURE_LOAD, check_feature
 
 from vllm_semantic_sched.lab.device.load import faster
 from vllm_semantic_sched.lab.device.virtual import run_virtual
+from vllm_semantic_sched.policy.overload.load import PressureLevel, PressureMonitor, Use
 
 pytestmark = pytest.mark.engine
 
@@ -28,13 +29,27 @@ def test_embedding_model_pools() -> None:
     assert not any(step.batch.decodes for step in ran.steps)
 
 
+@pytest.fixture
+def kv_use(monkeypatch) -> list[float]:
+    """The use of KV in each look at the engine's load."""
+    uses: list[float] = []
+    observe = PressureMonitor.observe
+
+    def note(monitor: PressureMonitor, use: Use, now: float) -> PressureLevel:
+        uses.append(use.kv)
+        return observe(monitor, use, now)
+
+    monkeypatch.setattr(PressureMonitor, "observe", note)
+    return uses
+
+
 @pytest.mark.parametrize("policy", [{}, {"kv_peak": {"enabled": True}}])
-def test_model_without_kv_cache(policy) -> None:
+def test_model_without_kv_cache(policy, kv_use) -> None:
     """A step takes as many prompts as there are seats and tokens: no blocks limit it, and none are
     short."""
     bert: dict[str, Any] = {"shape": "bge-base", "max_model_len": 500, "blocks": None}
     limits = {"preempts": False, "holds": False, "budget": 1024}
     shown = check_feature(LOAD, policy=policy | {"correct_profile": False}, **bert, **limits)
+    assert kv_use and not any(kv_use)
     for one in shown:
-        assert one.engine.scheduler.core.overload.load.use().kv == 0.0
         assert max(step.batch.prefills for step in one.engine.steps) == 4
