@@ -1,42 +1,24 @@
 """Schedulers for requests that use features of GPU servers, without a model."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import yaml
 from fake_device import swap_config
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from schedulers import build_ours, build_vllms
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_semantic_sched import SemanticScheduler
-from vllm_semantic_sched.engine.kv.ledger import HostPool
-from vllm_semantic_sched.lab.bench.standalone import build_scheduler
 from vllm_semantic_sched.policy.config.files import read_config
 from vllm_semantic_sched.policy.profile import cost
-
-# Steps take no time here, so the profile is better left as it is.
-HINTS_ONLY = "predictor: {enabled: false}\ncorrect_profile: false\n"
 
 
 @pytest.fixture
 def build(tmp_path) -> Callable[..., SemanticScheduler]:
-    """Builds our scheduler under a policy of such text; `host_blocks`: size of the host pool."""
-
-    def build(
-        text: str = "", hints_only: bool = True, host_blocks: int = 0, **options: Any
-    ) -> SemanticScheduler:
-        path = tmp_path / "policy.yaml"
-        path.write_text((HINTS_ONLY if hints_only else "correct_profile: false\n") + text)
-        scheduler = build_scheduler(
-            SemanticScheduler, semantic_sched={"policy": str(path)}, **options
-        )
-        assert isinstance(scheduler, SemanticScheduler)
-        if scheduler.preemptions.connector is not None:
-            scheduler.preemptions.connector.ledger.pool = HostPool(host_blocks)
-        return scheduler
-
-    return build
+    """Builds our scheduler, see `schedulers.build_ours`."""
+    return partial(build_ours, tmp_path)
 
 
 @pytest.fixture
@@ -53,13 +35,8 @@ def build_swapping(build, monkeypatch) -> Callable[..., SemanticScheduler]:
 
 @pytest.fixture
 def build_stock() -> Callable[..., Scheduler]:
-    """Builds vLLM's own scheduler: first come, first served unless `policy="priority"`."""
-
-    def build_stock(**options: Any) -> Scheduler:
-        asynchronous = options.get("async_scheduling", False)
-        return build_scheduler(AsyncScheduler if asynchronous else Scheduler, **options)
-
-    return build_stock
+    """Builds vLLM's own scheduler, see `schedulers.build_vllms`."""
+    return build_vllms
 
 
 @pytest.fixture
