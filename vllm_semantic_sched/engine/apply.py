@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from vllm_semantic_sched.engine import vllm_api
 from vllm_semantic_sched.engine.guard import Guard
 from vllm_semantic_sched.engine.preemption import Preemptions
+from vllm_semantic_sched.engine.requests.aside import Aside
 from vllm_semantic_sched.engine.requests.endings import Endings
 from vllm_semantic_sched.engine.requests.queue import SemanticRequestQueue
 from vllm_semantic_sched.engine.vllm_api import Request, Scheduler
@@ -32,7 +33,7 @@ class SeatGate:
         self._claims: list[float] = []  # levels of the requests that a seat is kept for
         self._claimed: set[str] = set()  # their ids
         self._first: Job | None = None  # no less urgent request gets a seat before it
-        self._adapters: set[int] | None = None  # in use when the step began
+        self._adapters: set[int] | None = None  # in use, and of requests that start in this step
         self._stale: set[Request] = set()  # preempted with output in flight
         self._since: dict[Request, int] = {}  # returning requests, by the first step of that
 
@@ -103,7 +104,11 @@ class SeatGate:
             return True
         if self._adapters is None:
             self._adapters = vllm_api.adapters_in_use(scheduler)
-        return vllm_api.lacks_adapter(scheduler, request, self._adapters)
+        if vllm_api.lacks_adapter(scheduler, request, self._adapters):
+            return True
+        if (adapter := vllm_api.adapter_of(request)) is not None:
+            self._adapters.add(adapter)  # it starts
+        return False
 
 
 class Applier:
@@ -130,6 +135,11 @@ class Applier:
         self._limits = vllm_api.StepLimits(scheduler)
         self._queues: list[SemanticRequestQueue] = []
         self.gate = SeatGate(scheduler, jobs)
+
+    def begin_step(self) -> None:
+        """Before a step is decided: bring the queues up to date with vLLM."""
+        for queue in self._queues:
+            queue.begin_step()
 
     def apply(self, orders: Orders) -> None:
         """Carry out what a step has ordered."""
@@ -235,7 +245,15 @@ class Applier:
         scheduler, core, gate = self._scheduler, self._core, self.gate
         before = [*scheduler.waiting], [*scheduler.kv_holding_waiting]
         queues = [
-            SemanticRequestQueue(core, self._jobs, queue, self._guard, may_start, gate.is_skipped)
+            SemanticRequestQueue(
+                core,
+                self._jobs,
+                queue,
+                self._guard,
+                may_start,
+                gate.is_skipped,
+                Aside(scheduler, core, self._jobs, queue),
+            )
             for queue, may_start in (
                 (core.waiting, gate.may_take_seat),
                 (core.with_kv, gate.may_resume),

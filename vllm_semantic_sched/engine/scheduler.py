@@ -340,6 +340,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             predictions: list[tuple[Job, Prediction | None]] = []
             with self.guard("predictions"):
                 predictions.extend(self.predictions.drain())
+            self.applier.begin_step()
             returning = self.applier.gate.returning(bool(self.core.with_kv))
             snapshot = self.snapshot(predictions, returning)
             orders = step.step(self.core, snapshot, self.clock(), self.guard)

@@ -291,6 +291,20 @@ class SchedulingCore:
         """Return a job that was skipped."""
         queue.add(job, rank)
 
+    def set_aside(self, job: Job, queue: WaitingQueue) -> None:
+        """Keep a waiting job out of the order, until `recall`: the engine cannot admit it, whatever
+        comes free. No-op for a buffered one."""
+        if queue.set_aside(job):
+            self._skip(job, lasting=True)
+
+    def recall(self, job: Job, queue: WaitingQueue) -> None:
+        """Return a job that was set aside to its place; no-op if it was not."""
+        waits = self.lifecycle.waits
+        if not queue.recall(job) or queue is not self.waiting:
+            return  # a job that holds KV counts as not ready until it starts
+        if waits is not None and job.wait is not None:
+            waits.ready(job.wait)
+
     def take(self, job: Job, queue: WaitingQueue) -> None:
         """Take out the job that `queue.peek` returned. It starts or returns in the same step."""
         if queue is self.waiting:

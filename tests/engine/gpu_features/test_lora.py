@@ -1,7 +1,7 @@
 """More adapters than slots for them."""
 
 import pytest
-from engine_steps import EngineSteps, calls_in
+from engine_steps import EngineSteps
 from vllm.config import LoRAConfig
 from vllm.lora.request import LoRARequest
 
@@ -36,18 +36,3 @@ def test_adapter_of_a_prefill_that_yields_keeps_its_slot(lora_steps, asynchronou
     assert steps.first["other"] > steps.first["urgent"]
     assert all(len(adapters(tokens, steps)) <= 1 for tokens in steps.scheduled)
     assert steps.scheduler.counters.total("policy_errors") == 0
-
-
-def test_step_skipping_1000_requests_costs_few_times_vllms(build, build_stock) -> None:
-    def calls(build) -> int:
-        steps = EngineSteps(build(max_num_seqs=16, lora_config=LoRAConfig(max_loras=1)))
-        running = [f"a{number}" for number in range(8)]
-        steps.add(*running, urgency=1, output_tokens=500, lora_request=A)
-        steps.run()
-        waiting = [f"b{number}" for number in range(1000)]
-        steps.add(*waiting, urgency=4, output_tokens=50, lora_request=B)
-        steps.run(2)
-        return calls_in(steps.run)
-
-    # Ranking each anew took nine times as many calls.
-    assert calls(build) <= 3.5 * calls(build_stock)

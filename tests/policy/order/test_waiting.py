@@ -13,7 +13,7 @@ default_rank = RULES.default_rank
 
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["buffer", "push", "predict", "remove", "pop"]),
+        st.sampled_from(["buffer", "push", "predict", "remove", "pop", "aside", "recall"]),
         st.integers(0, 4),
         st.floats(0, 10),
         st.integers(0, 30),
@@ -25,13 +25,14 @@ steps = st.lists(
 @given(steps)
 def test_best_job_of_heap_and_buffer_is_first_and_none_is_lost(steps) -> None:
     queue = WaitingQueue(RULES)
-    model = {}
+    model, aside, buffered = {}, set(), set()
     for kind, level, remaining, pick in steps:
         jobs = list(model)
         if kind in ("buffer", "push"):
             job = make_job(2 if kind == "buffer" else level)
             if kind == "buffer":
                 queue.buffer(job)
+                buffered.add(job)
                 model[job] = default_rank(job)
             else:
                 model[job] = Rank(level, remaining, job.sequence)
@@ -41,17 +42,29 @@ def test_best_job_of_heap_and_buffer_is_first_and_none_is_lost(steps) -> None:
             job.level = level
             model[job] = Rank(level, remaining, job.sequence)
             queue.push(job, model[job])
+            aside.discard(job)
+            buffered.discard(job)
         elif jobs and kind == "remove":
             job = jobs[pick % len(jobs)]
             assert queue.remove(job) and not queue.remove(job)
             del model[job]
-        elif jobs:
-            expected = min(model, key=model.__getitem__)
+        elif jobs and kind == "aside":
+            job = jobs[pick % len(jobs)]
+            assert queue.set_aside(job) is (job not in buffered)
+            aside |= {job} - buffered
+        elif jobs and kind == "recall":
+            job = jobs[pick % len(jobs)]
+            assert queue.recall(job) is (job in aside)
+            aside.discard(job)
+        elif model.keys() - aside:
+            expected = min(model.keys() - aside, key=model.__getitem__)
             assert queue.peek() is expected
             assert take_next(queue) is expected
             del model[expected]
-        assert len(queue) == len(model)
-        assert list(queue.ordered()) == sorted(model, key=model.__getitem__)
+        aside &= model.keys()
+        assert len(queue) == len(model) and all(map(queue.__contains__, aside))
+        assert [queue.rank_of(job) for job in aside] == [model[job] for job in aside]
+        assert list(queue.ordered()) == sorted(model.keys() - aside, key=model.__getitem__)
 
 
 def test_buffered_job_is_schedulable_without_a_better_one() -> None:

@@ -112,6 +112,17 @@ def test_not_ready_counts_only_while_skipped() -> None:
     assert parts(ledger, lasting) == {(Cause.SEAT, None): 1, (Cause.NOT_READY, None): 9}
 
 
+def test_request_that_was_not_ready_waits_for_a_seat_once_it_is() -> None:
+    ledger = Ledger()
+    ledger.because(Cause.SEAT)
+    wait = ledger.begin(2, "")
+    ledger.skip(wait, lasting=True)
+    ledger.sleep(3)
+    ledger.ready(wait)
+    ledger.sleep(2)
+    assert parts(ledger, wait) == {(Cause.SEAT, None): 2, (Cause.NOT_READY, None): 3}
+
+
 def test_limits_of_queues_that_are_gone_are_forgotten() -> None:
     ledger = Ledger()
     for number in range(1000):

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
 from vllm_semantic_sched.engine.guard import Guard
+from vllm_semantic_sched.engine.requests.aside import Aside
 from vllm_semantic_sched.engine.vllm_api import Request, RequestQueue
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job, Rank
@@ -27,6 +28,7 @@ class SemanticRequestQueue(RequestQueue):
         guard: Guard,
         may_take_seat: Callable[[Job, Request | None], bool] = lambda job, popped: True,
         is_skipped: Callable[[Request], bool] = lambda request: False,
+        aside: Aside | None = None,
     ) -> None:
         self._core = core
         self._jobs = jobs
@@ -35,7 +37,8 @@ class SemanticRequestQueue(RequestQueue):
         self._members: OrderedDict[str, Request] = OrderedDict()
         self._may_take_seat = may_take_seat
         self._is_skipped = is_skipped  # whether vLLM will put a request back in this step
-        self._lifted: dict[str, tuple[Job, Rank]] = {}  # such requests
+        self._aside = aside
+        self._lifted: dict[Request, tuple[Job, Rank]] = {}  # such requests
         self._ordered = True
         self._steps_in_disorder = 0
         self._peeked: Request | None = None
@@ -47,6 +50,8 @@ class SemanticRequestQueue(RequestQueue):
         if self._ordered:
             try:
                 self._core.enqueue(self._jobs[request.request_id], self._queue)
+                if self._aside is not None:
+                    self._aside.add(request)
             except Exception:
                 self._fall_back("queue_add")
 
@@ -62,17 +67,31 @@ class SemanticRequestQueue(RequestQueue):
             if self._ordered:
                 try:
                     job = self._jobs[name]
-                    if (lifted := self._lifted.pop(name, None)) is not None:
+                    if (lifted := self._lifted.pop(request, None)) is not None:
                         self._core.put_back(*lifted, self._queue)
-                    elif job not in self._queue:  # else the policy has ordered that it returns
+                        continue
+                    if job not in self._queue:  # else the policy has ordered that it returns
                         self._core.requeue(job, self._queue)
+                    if self._aside is not None:
+                        self._aside.add(request)
                 except Exception:
                     self._fall_back("queue_return")
+
+    def begin_step(self) -> None:
+        """A step begins: choose what is in the order."""
+        if self._ordered and self._aside is not None:
+            try:
+                self._aside.begin_step()
+            except Exception:
+                self._fall_back("queue_aside")
 
     def end_step(self) -> None:
         """vLLM has filled a step: what was skipped is back. After a failure, put all into order
         again, in the first step, the second, the fourth and so on, or once the queue is empty."""
         self._popped = None
+        for request in self._lifted:  # vLLM has admitted it all the same
+            if self._aside is not None:
+                self._aside.remove(request, seated=True)
         self._lifted.clear()
         if self._ordered:
             self._steps_in_disorder = 0
@@ -84,8 +103,12 @@ class SemanticRequestQueue(RequestQueue):
         try:
             for job in list(self._queue):
                 self._queue.remove(job)
-            for name in self._members:
+            if self._aside is not None:
+                self._aside.clear()
+            for name, request in self._members.items():
                 self._core.requeue(self._jobs[name], self._queue)
+                if self._aside is not None:
+                    self._aside.add(request)
             self._ordered = True
         except Exception:
             self._guard.failed("queue_order")
@@ -130,7 +153,7 @@ class SemanticRequestQueue(RequestQueue):
             return False
         self._peeked = None
         del self._members[name]
-        self._lifted[name] = job, rank
+        self._lifted[request] = job, rank
         return True
 
     def remove_request(self, request: Request, seated: bool = False) -> None:
@@ -139,6 +162,8 @@ class SemanticRequestQueue(RequestQueue):
         if self._members.pop(request.request_id, None) is None or not self._ordered:
             return
         try:
+            if self._aside is not None:
+                self._aside.remove(request, seated)
             job = self._jobs.get(request.request_id)
             if job is None:  # it has ended, and the core has removed it
                 return
@@ -171,7 +196,10 @@ class SemanticRequestQueue(RequestQueue):
     def __iter__(self) -> Iterator[Request]:
         if self._ordered:
             try:
-                return iter([self._members[job.request_id] for job in self._queue.ordered()])
+                ordered = {job.request_id: None for job in self._queue.ordered()}
+                if len(ordered) < len(self._members):  # others are aside
+                    ordered |= dict.fromkeys(self._members)
+                return iter([self._members[name] for name in ordered])
             except Exception:
                 self._fall_back("queue_list")
         return iter(list(self._members.values()))

@@ -331,6 +331,18 @@ def is_ready(scheduler: Scheduler, request: Request) -> bool:
     return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
+def is_pending(scheduler: Scheduler, request: Request) -> bool:
+    """Whether a waiting request has to wait for something outside the scheduler, a grammar or its
+    KV, so that vLLM need not look at it. One whose grammar failed to compile waits for a free seat:
+    vLLM looks for it only then, and ends it."""
+    if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+        structured = request.structured_output_request
+        grammar = structured.grammar if structured is not None else None
+        failed = isinstance(grammar, Exception)
+        return grammar is None or (failed and free_seats(scheduler) <= 0)
+    return is_loading(request) and request.request_id not in scheduler.finished_recving_kv_req_ids
+
+
 def obstacles(scheduler: Scheduler, request: Request) -> Sequence[Collection[Request]]:
     """Groups of running requests, each of which holds all that a waiting one lacks besides a seat
     and blocks: the slot of an adapter, or room in the encoder cache. Empty: it lacks nothing."""
@@ -346,6 +358,11 @@ def _adapter_holders(scheduler: Scheduler, request: Request) -> Sequence[Collect
         if running.lora_request:
             users.setdefault(running.lora_request.lora_int_id, []).append(running)
     return list(users.values()) if lacks_adapter(scheduler, request, users.keys()) else ()
+
+
+def adapter_of(request: Request) -> int | None:
+    """The LoRA adapter of a request, if it has one."""
+    return request.lora_request.lora_int_id if request.lora_request else None
 
 
 def adapters_in_use(scheduler: Scheduler) -> set[int]:

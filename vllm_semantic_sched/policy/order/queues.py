@@ -104,18 +104,22 @@ class OrderingRules:
 
 class TenantQueue:
     """Waiting jobs of one level and tenant: those of known level in a heap by rank, those without a
-    prediction yet in a buffer in arrival order, at a default rank. All operations are O(log n)."""
+    prediction yet in a buffer in arrival order, at a default rank. Jobs set aside are in neither.
+    All operations are O(log n)."""
 
     def __init__(self, rules: OrderingRules) -> None:
         self._rules = rules
         self._heap: AddressableHeap[Job] = AddressableHeap()
         self.buffer: dict[Job, None] = {}
+        self._aside: dict[Job, Rank] = {}
 
     def __len__(self) -> int:
-        return len(self._heap) + len(self.buffer)
+        return len(self._heap) + len(self.buffer) + len(self._aside)
 
     def push(self, job: Job, rank: Rank) -> bool:
         """Put a job into the heap, or move it there; whether `peek` may change."""
+        if self._aside:
+            self._aside.pop(job, None)
         if not self.buffer:
             return self._heap.push(job, rank)
         was_buffered = job in self.buffer
@@ -124,9 +128,9 @@ class TenantQueue:
         return self._heap.push(job, rank) or was_buffered
 
     def remove(self, job: Job) -> None:
-        """Remove a job from the heap or the buffer; no-op if it is in neither."""
-        if self.buffer.pop(job, self) is self:
-            self._heap.discard(job)
+        """Remove a job; no-op if it is not here."""
+        if self.buffer.pop(job, self) is self and not self._heap.discard(job):
+            self._aside.pop(job, None)
 
     def lift(self, job: Job) -> Rank | None:
         """Remove a job and return its rank, for `push`; None, with no effect, if it is buffered."""
@@ -135,6 +139,21 @@ class TenantQueue:
         rank: Rank = self._heap.key(job)
         self._heap.discard(job)
         return rank
+
+    def set_aside(self, job: Job) -> None:
+        """Keep a job out of the order until it is pushed; no-op if it is buffered."""
+        if job not in self._aside and (rank := self.lift(job)) is not None:
+            self._aside[job] = rank
+
+    def rank_of(self, job: Job) -> Rank | None:
+        """The rank of a job that is in the heap or aside; None if it is buffered."""
+        if job in self.buffer:
+            return None
+        return self._aside[job] if job in self._aside else self._heap.key(job)
+
+    def is_aside(self, job: Job) -> bool:
+        """Whether a job is kept out of the order."""
+        return job in self._aside
 
     def peek(self) -> tuple[Rank, Job] | None:
         """The best job of heap and buffer with its rank, or None."""
@@ -211,6 +230,20 @@ class LevelQueue:
         if rank is not None:
             self.overdue.discard(job)
         return rank
+
+    def set_aside(self, job: Job) -> None:
+        """See `TenantQueue.set_aside`."""
+        self._queues[self.tenant_of(job)].set_aside(job)
+        if self.is_aside(job):
+            self.overdue.discard(job)
+
+    def is_aside(self, job: Job) -> bool:
+        """Whether a job of this level is kept out of the order."""
+        return self._queues[self.tenant_of(job)].is_aside(job)
+
+    def rank_of(self, job: Job) -> Rank | None:
+        """See `TenantQueue.rank_of`."""
+        return self._queues[self.tenant_of(job)].rank_of(job)
 
     def peek(self) -> tuple[Rank, Job] | None:
         """The next job and its rank, or None; tenants that may not go are skipped."""

@@ -90,6 +90,32 @@ class WaitingQueue:
             self._next = None
         return rank
 
+    def set_aside(self, job: Job) -> bool:
+        """Keep a queued job out of `peek` and `ordered`, until `recall` or until it gets another
+        rank. False, with no effect, if it is buffered or not queued."""
+        place = self._places.get(job)
+        if place is None:
+            return False
+        queue = self.queues[place]
+        queue.set_aside(job)
+        self._next = None
+        return queue.is_aside(job)
+
+    def recall(self, job: Job) -> bool:
+        """Put a job back at its rank; False if it was not set aside."""
+        place = self._places.get(job)
+        if place is None or not self.queues[place].is_aside(job):
+            return False
+        rank = self.queues[place].rank_of(job)
+        assert rank is not None
+        self.add(job, rank)
+        return True
+
+    def rank_of(self, job: Job) -> Rank | None:
+        """The rank under which a job is queued; None if it is buffered or not queued."""
+        place = self._places.get(job)
+        return None if place is None else self.queues[place].rank_of(job)
+
     def changed(self) -> None:
         """Forget the cached choice, because offsets or limits may have changed."""
         self._next = None

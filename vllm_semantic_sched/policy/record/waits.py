@@ -115,6 +115,11 @@ class WaitLedger:
         if not lasting:
             self._skipped[wait] = None
 
+    def ready(self, wait: Wait) -> None:
+        """The engine could admit a request that it had found not ready."""
+        wait.lasting = False
+        self.split(wait)
+
     def end(self, wait: Wait) -> list[Part]:
         """The parts of a wait that is over."""
         self._close(wait, None)
