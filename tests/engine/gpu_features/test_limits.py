@@ -1,7 +1,7 @@
 """Tokens and KV that limits of vLLM's or ours leave to a request."""
 
 import pytest
-from engine_steps import EngineSteps, awaiting_grammar
+from engine_steps import EngineSteps
 from fake_device import FakeDevice
 from orders import preempt
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -121,15 +121,3 @@ def test_resets_of_the_cache_protect_nobody_from_urgent_requests(build, asynchro
         steps.run(3)
     steps.add("urgent", urgency=0, output_tokens=5)
     assert steps.until_scheduled("urgent", 100) in range(AT_ONCE + 1)
-
-
-def test_nobody_is_preempted_for_a_grammar_that_failed(build) -> None:
-    scheduler = build(max_num_seqs=1)
-    steps = EngineSteps(scheduler)
-    steps.add("running", urgency=4, prompt_tokens=500, output_tokens=50)
-    steps.run()
-    failed = awaiting_grammar("failed", ValueError("no such rule"), urgency=0)
-    steps.add_requests(failed)
-    steps.run(5)
-    assert scheduler.counters.total("preemptions") == 0
-    steps.finish(60)

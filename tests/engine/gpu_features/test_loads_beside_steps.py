@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterable
 
 import pytest
-from engine_steps import EngineSteps, awaiting_grammar
+from engine_steps import EngineSteps
 from fake_device import FakeDevice, expected
 from orders import preempt
 from remote_kv import RemoteDevice, remote_config
@@ -145,15 +145,6 @@ def test_two_loads_that_need_the_pool_make_progress(build_swapping, blocks) -> N
     steps.finish(300)
     assert steps.longest_empty() <= 10
     assert_right_answers(steps)
-
-
-def test_a_request_runs_beside_eight_that_await_their_grammars(build) -> None:
-    steps = EngineSteps(build(max_num_seqs=8))
-    names = [f"grammar{number}" for number in range(8)]
-    steps.add_requests(*(awaiting_grammar(name, urgency=2) for name in names))
-    steps.run()
-    steps.add("plain", urgency=4)
-    assert "plain" in steps.run()
 
 
 # Timers that expire during a load
