@@ -54,6 +54,7 @@ def test_defaults_scheduler_middleware_quarter_of_free_memory() -> None:
     assert command[:7] == ["vllm", "serve", "my/model", "--port", "8001", "-tp", "2"]
     assert value(command, "--scheduler-cls") == SCHEDULER
     assert value(command, "--middleware") == MIDDLEWARE
+    assert value(command, "--sse-keep-alive-interval") == "15"
     connector = json.loads(value(command, "--kv-transfer-config"))
     assert connector["kv_connector_extra_config"] == {"host_gib": 5.0}
     assert json.loads(value(command, "--additional-config")) == {"semantic_sched": {}}
@@ -137,6 +138,23 @@ def test_policy_and_profile_join_other_settings() -> None:
 def test_what_cannot_work_together_is_refused(options, given, message) -> None:
     with pytest.raises(Failure, match=message):
         launch(*options, **given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [("--sse-keep-alive-interval", "0"), ("--sse_keep_alive_interval=40",)],
+)
+def test_interval_of_the_signs_of_life_may_be_given(given) -> None:
+    command, _, _ = launch(*given)
+    assert sum("keep" in word and "alive" in word for word in command) == 1
+
+
+def test_rust_front_end_is_refused(monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "0")
+    assert launch()
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(Failure, match="runs no middleware: unset it"):
+        launch()
 
 
 def test_pipeline_parallelism_disables_the_pool_with_a_note() -> None:

@@ -303,7 +303,7 @@ def one_command(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
     policy, events = folder / "policy.yaml", folder / "events.jsonl"
     policy.write_text(f"events: {{path: {events}}}\n")
-    options = ("--policy", str(policy), "--host-gib", "0.05")
+    options = ("--policy", str(policy), "--host-gib", "0.05", "--sse-keep-alive-interval", "1")
     log = folder / "server.log"
     own_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     config = OneCommand(model, log, seats=4, scheduler_args=options, environment=own_process)
@@ -322,6 +322,19 @@ def test_one_command_serves_with_all_that_the_scheduler_needs(one_command) -> No
     log = one_command.config.log.read_text()
     assert "0.05 GiB of host memory keep preempted requests' KV" in log
     assert "profile derived from the model's configuration" in log
+
+
+def test_stream_that_waits_shows_signs_of_life(one_command) -> None:
+    admin = AdminClient(one_command.url)
+    admin.post("/pause")
+    connection = http.client.HTTPConnection("127.0.0.1", one_command.port, timeout=60)
+    body = {"model": "bench", "prompt": "hello", "max_tokens": 2, "stream": True}
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    reply = connection.getresponse()
+    assert reply.status == 200 and reply.readline() == b": keep-alive\n"
+    admin.post("/resume")
+    assert reply.read().endswith(b"data: [DONE]\n\n")
 
 
 BURST = 40

@@ -42,6 +42,9 @@ _LARGEST_POOL = 32.0  # GiB: more than all sequences of most engines take
 _SMALLEST_POOL = 0.25
 _SMALL_MODEL = "SmolLM2-135M-Instruct"
 _EVENTS = "semsched-events.jsonl"
+_KEEP_ALIVE = "--sse-keep-alive-interval"
+_KEEP_ALIVE_SECONDS = 15  # proxies cut silent streams after 30 to 100 seconds by default
+_RUST = "VLLM_USE_RUST_FRONTEND"
 
 # Without a GPU: the share of the free memory for KV, at most so many GiB of it, and the share that
 # all of vLLM may take.
@@ -220,6 +223,12 @@ def launch_of(
             f"--scheduler-cls {scheduler}: this command runs {SCHEDULER}; start another scheduler "
             "with `vllm serve`"
         )
+    if os.environ.get(_RUST, "0") not in ("", "0"):
+        raise Failure(
+            f"{_RUST} is set, and vLLM's Rust front end runs no middleware: unset it, or start "
+            f"`vllm serve` with --scheduler-cls {SCHEDULER} alone, where a refused request has no "
+            "status of its own"
+        )
     missing: list[str] = []
     environment: dict[str, str] = {}
     notes = []
@@ -231,6 +240,8 @@ def launch_of(
     command = ["vllm", "serve", model, *rest, *missing, "--scheduler-cls", SCHEDULER]
     if not any(MIDDLEWARE in words for words in (given.get("--middleware", ""), *rest)):
         command += ["--middleware", MIDDLEWARE]
+    if _KEEP_ALIVE not in given:
+        command += [_KEEP_ALIVE, str(_KEEP_ALIVE_SECONDS)]
     command += ["--additional-config", _joined(additional, settings)]
     if settings.get("observe"):
         note = (
