@@ -1,4 +1,4 @@
-"""Signs of life in silent streams (vLLM's `--sse-keep-alive-interval`), and refusals beside them."""
+"""Signs of life in silent streams (`--sse-keep-alive-interval` of vLLM), and refusals."""
 
 import asyncio
 import json
