@@ -130,6 +130,7 @@ def test_client_that_leaves_frees_its_blocks() -> None:
     load = [replace(one, abort=one.arrival + 0.5) for one in LOAD]
     run = run_virtual(load, **SMALL)
     assert {one.reason for one in run.records} == {"left", "stop"}
+    assert not run.engine.scheduler.jobs
 
 
 def test_thirty_two_seats_cost_what_the_profile_says(plain) -> None:
