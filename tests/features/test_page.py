@@ -10,7 +10,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "features.md"
-STATES = ("works", "degrades", "refuses")
+STATES = ("works", "degrades", "refuses", "untested")
 RELEASES = ("0.31", "0.32", "0.33")
 
 
@@ -50,7 +50,7 @@ def functions_in(path: Path) -> set[str]:
 def test_row_names_its_state_and_tests_that_exist(row) -> None:
     assert row.state in STATES
     assert row.release in RELEASES
-    assert row.tests, "no test"
+    assert row.tests or row.state == "untested", "no test"
     for test in row.tests:
         file, _, function = test.partition("::")
         path = ROOT / "tests" / file
