@@ -92,8 +92,10 @@ def test_batch_is_read_from_the_scheduler_output() -> None:
     expected = Batch(decodes=2, context=152)
     expected.add_prefill(100, 300)
     expected.add_prefill(0, 20)
-    assert batch_of(step, requests) == expected
-    drafted = batch_of(output(a=4, b=1), requests, draft_tokens=3)
+    assert batch_of(step, requests, list(requests.values())) == expected
+    without_held = [requests[name] for name in "dcba"]
+    assert batch_of(step, requests, without_held) == expected
+    drafted = batch_of(output(a=4, b=1), requests, list(requests.values()), draft_tokens=3)
     assert drafted == Batch(decodes=2, context=152)
 
 

@@ -236,7 +236,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         with self.guard("step_times"):
             if not output.total_num_scheduled_tokens and self.core.protection.held:
                 step.achieved_nothing(self.core)
-            batch = batch_of(output, self.requests, self.num_spec_tokens)
+            batch = batch_of(output, self.requests, self.running, self.num_spec_tokens)
             self.step_clock.scheduled(output, batch, begin)
             self._sample(output, begin, batch)
         return output
@@ -248,7 +248,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             def read() -> Batch:
                 if batch is not None:
                     return batch
-                return batch_of(output, self.requests, self.num_spec_tokens)
+                return batch_of(output, self.requests, self.running, self.num_spec_tokens)
 
             self.samples.scheduled(output, begin, read)
 

@@ -150,7 +150,7 @@ class LiveEngine:
         def timed_schedule(*args: Any, **kwargs: Any) -> Any:
             begin = time.monotonic()
             output = schedule(*args, **kwargs)
-            clock.scheduled(output, batch_of(output, scheduler.requests), begin)
+            clock.scheduled(output, batch_of(output, scheduler.requests, scheduler.running), begin)
             return output
 
         def timed_update(output: Any, *args: Any, **kwargs: Any) -> Any:
