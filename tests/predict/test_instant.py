@@ -19,7 +19,7 @@ from vllm_semantic_sched.predict.instant import (
     InstantReader,
     InstantTable,
 )
-from vllm_semantic_sched.predict.window import DEFAULT_WINDOW
+from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_pieces
 
 # Written by hand, and never trained on.
 MESSAGES = read_examples(Path(__file__).parents[1] / "data" / "urgency" / "en.csv")
@@ -53,6 +53,27 @@ def test_unread_messages_that_may_preempt_are_urgent(rows) -> None:
     sure = [level for level, at in zip(LEVELS, rights, strict=True) if at is not None and at <= 1]
     assert sum(level <= 1 for level in sure) >= 0.93 * len(sure)
     assert len(sure) >= 0.6 * sum(level <= 1 for level in LEVELS)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "urgent ",
+        "a ",
+        "well, it's 'so-so': ",
+        "İstanbul'da ",
+        "x" * 20 + " ",
+        "e\u0301 \u200b ",
+        "¨ ½ ",
+    ],
+)
+def test_pieces_are_the_first_and_the_last_of_the_text(word) -> None:
+    features = FeatureReader.load(SHIPPED_WEIGHTS)
+    cut = features.cut("My father has collapsed. " + word * 2000 + "Is he breathing?")
+    whole = features._tokenizer.encode(cut, add_special_tokens=False)
+    _, pieces, _ = features.read(cut)
+    assert len(whole.ids) > DEFAULT_WINDOW
+    assert pieces.tolist() == cut_pieces(whole.ids, DEFAULT_WINDOW - 2)
 
 
 def test_work_for_a_text_is_bounded() -> None:

@@ -101,7 +101,9 @@ class FeatureReader:
     def read(self, cut: str) -> tuple[Encoding, Ints, Ints]:
         """The encoding of a text that `cut` returned, and the places of the rows of its wordpieces
         and of their pairs, in their order."""
-        encoding = self._tokenizer.encode(cut, add_special_tokens=False)
+        # A word has at least one wordpiece, so that these have all that are read.
+        words = cut_pieces(cut.split(" "), self._room)
+        encoding = self._tokenizer.encode(" ".join(words), add_special_tokens=False)
         pieces = numpy.asarray(cut_pieces(encoding.ids, self._room), dtype=numpy.int64)
         mixed = (pieces[:-1] * 1_000_003) ^ (pieces[1:] * 253_921)
         pairs = self.pieces + (((mixed * 73_856_093) >> 13) & (PAIR_ROWS - 1))
