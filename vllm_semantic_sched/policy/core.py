@@ -449,6 +449,8 @@ class SchedulingCore:
         """Bring estimates and ranks up to date; `observe` updates a job's `generated` and
         `computed`. Returns running jobs with a new rank (after outliving their estimate or a
         change of policy) and waiting jobs that a new policy puts at another level."""
+        if not self.timer_is_due(now):  # as in most steps
+            return []
         reranked, waiting = self._rerank_some() if self.outdated else ([], [])
         running = [*self.running.outlived(), *reranked]
         for job in running:
@@ -467,7 +469,7 @@ class SchedulingCore:
         return changed
 
     def timer_is_due(self, now: float) -> bool:
-        """Whether `revise` may do anything in the step that begins now, after its `tick`."""
+        """Whether `revise` may do anything in the step that begins now, or in the present one."""
         may_outlive = self.running.may_outlive or self.seating.kv_peak.may_outlive
         return bool(self.outdated) or may_outlive or self.seating.may_move(now)
 

@@ -124,10 +124,10 @@ class PrefillSharing:
         """
         self._look_back()
         futile, self._futile = self._futile, False
+        if not prefilling or snapshot.token_budget == float("inf"):
+            return NO_LIMITS
         decode_tokens = snapshot.tokens_per_decode * decodes_in_step(snapshot, leaving)
         budget = snapshot.token_budget - decode_tokens
-        if not prefilling or budget == float("inf"):
-            return NO_LIMITS
         may = self.may_sit_out and not futile and not snapshot.paused
         newcomers = []
         if may and by_urgency:

@@ -353,11 +353,11 @@ class _Step:
 
     def _running_by_urgency(self) -> list[Job]:
         """The jobs that keep their seats, most urgent first."""
-        running = self._snapshot.running
-        if not self._core.moved and self.orders.empty:
+        core, running = self._core, self._snapshot.running
+        if self.orders.empty and not any(map(core.running.__contains__, core.moved)):
             return list(running)
-        staying = filter(self._core.running.__contains__, running)
-        return sorted(staying, key=self._core.running.order)
+        staying = filter(core.running.__contains__, running)
+        return sorted(staying, key=core.running.order)
 
 
 def _why_waiting(core: SchedulingCore, snapshot: Snapshot) -> Cause:
