@@ -347,12 +347,13 @@ class SchedulingCore:
     ) -> PreemptionPlan:
         """Plan the preemption of a running job with KV of `held` tokens on the device. `can_drop`:
         whether the caller can end it; its tier must allow that too."""
-        policy, limits, dropping = self.policy, self.policy.preemption, None
+        policy, profile = self.policy_ref.policy, self.estimates.scale.profile
+        limits, dropping = policy.preemption, None
         if can_drop and policy.all_tiers[job.level].drop:
-            dropping = drop_seconds(job, self.estimates.output_tokens(job), self.profile)
+            dropping = drop_seconds(job, self.estimates.output_tokens(job), profile)
         at_limit = job.preempted.urgent >= limits.max_per_request
         must_end = limits.after_limit == "drop" and at_limit
-        return plan_preemption(job, held, self.profile, policy.retention, host, dropping, must_end)
+        return plan_preemption(job, held, profile, policy.retention, host, dropping, must_end)
 
     def restored(self, job: Job) -> None:
         """Record that a preempted job has restored the KV that it lost."""

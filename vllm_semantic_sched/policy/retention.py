@@ -117,9 +117,12 @@ def _kept_to(
 
 
 def _plan(on_device: int, kept_to: int, held: int, profile: EngineProfile) -> PreemptionPlan:
-    kind = PreemptionKind.SWAP if kept_to == held else PreemptionKind.PARTIAL
+    if kept_to == on_device:
+        seconds = profile.prefill(on_device, held)
+        recompute = PreemptionKind.RECOMPUTE
+        return PreemptionPlan(recompute, on_device, 0, held - on_device, 0.0, seconds)
     return PreemptionPlan(
-        PreemptionKind.RECOMPUTE if kept_to == on_device else kind,
+        PreemptionKind.SWAP if kept_to == held else PreemptionKind.PARTIAL,
         on_device=on_device,
         saved=kept_to - on_device,
         recomputed=held - kept_to,
