@@ -165,8 +165,9 @@ class Protection:
                 held,
                 min(2 * held or 1, len(candidates)),
             )  # the least urgent 1, 2, 4, ...
-            for job in candidates[len(candidates) - held : len(candidates) - before]:
-                context -= job.tokens
+            more = candidates[len(candidates) - held : len(candidates) - before]
+            context -= sum([job.prompt_tokens + job.generated for job in more])
+            for job in more:
                 gaining -= worth[job.level]
             seconds = profile.step_decode(Batch(decodes=count - held, context=context))
             loss = max(0.0, fixed(count - held) - per_token * (count - held))

@@ -36,33 +36,33 @@ def choose(
         is_ahead: whether a decode's reader has text for some time; None: never.
     """
     prefilling, protects_at = snapshot.prefilling, protection.protects_at
-    decodes, context, gaining = 0, 0, 0.0  # of the jobs that run in any case
-    beneficiary: Job | None = None
+    ahead: set[Job] = set()  # of their readers
+    if is_ahead is not None:
+        ahead = {job for job in running if job not in prefilling and is_ahead(job)}
+    certain: list[Job] = []  # run in any case
     candidates: list[Job] = []
-    ahead: list[Job] = []  # of their readers
     for job in running:
-        prefills = job in prefilling
-        fast_enough = is_ahead is not None and not prefills and is_ahead(job)
         # By its own level first, which no call has to tell: all that run are asked in every step.
         yields = job.level > protects_at and job.effective_level > protects_at
-        if yields and not prefills:
-            (ahead if fast_enough else candidates).append(job)
-            continue
-        if not prefills:
-            decodes += 1
-            context += job.prompt_tokens + job.generated
-        if not fast_enough:
-            gaining += worth.gained[job.level]
-            if (
-                beneficiary is None
-                and job.level <= protects_at
-                and protection.protects(job)
-                and snapshot.can_advance(job)
-            ):
-                beneficiary = job
-    candidates += ahead  # first to be held
+        (candidates if yields and job not in prefilling else certain).append(job)
+    gaining = [job for job in certain if job not in ahead] if ahead else certain
+    beneficiaries = (
+        job
+        for job in gaining
+        if job.level <= protects_at and protection.protects(job) and snapshot.can_advance(job)
+    )
+    beneficiary = next(beneficiaries, None)
     if beneficiary is None or not candidates:
         return Holds()
-    certain = Batch(decodes=decodes, context=context)
-    held = protection.choose(certain, candidates, worth.gained, gaining, losing, profile)
+    if ahead:
+        candidates.sort(key=ahead.__contains__)  # last, and so first to be held
+    decoding = [job for job in certain if job not in prefilling] if prefilling else certain
+    batch = Batch(
+        decodes=len(decoding),
+        context=sum([job.prompt_tokens + job.generated for job in decoding]),
+    )
+    gained = sum([worth.gained[job.level] for job in gaining])
+    held = protection.choose(
+        batch, candidates, worth.gained, gaining=gained, losing=losing, profile=profile
+    )
     return Holds(held, beneficiary)
