@@ -138,7 +138,7 @@ class Arrivals:
             self.endings.refuse_prompt(job, self.endings.refused_prompts[arrival.parent])
             return
         overload = self.core.overload
-        if overload is not None and overload.admits_all and arrival.dedup_key is None:
+        if overload is not None and overload.admits_all.table and arrival.dedup_key is None:
             overload.enter(job)  # without the engine's accounts, which cost as much as the rest
             return
         ends = step.arrived(self.core, snapshot(), job, arrival.dedup_key, arrival.origin)

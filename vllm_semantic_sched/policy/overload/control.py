@@ -45,13 +45,9 @@ class OverloadControl(Listener):
         self.load = LoadMonitor(ref, estimates, limits, capacity)
         self.account = self.load.account
         self._ref = ref
-        self._admits_all = Derived(ref, admits_all)
+        # Whether the policy admits every request without a dedup key.
+        self.admits_all = Derived(ref, admits_all)
         self._timeouts = Derived(ref, _timeouts)
-
-    @property
-    def admits_all(self) -> bool:
-        """Whether the policy admits every request without a dedup key."""
-        return self._admits_all.table
 
     # Lifecycle events, see `Listener`; time held counts neither as waiting nor as load
 
@@ -88,7 +84,7 @@ class OverloadControl(Listener):
     ) -> list[Ended]:
         """Admit or refuse a new job; it waits unless it is among the jobs returned. `free_seats` is
         asked only if the policy can refuse; `dedup_key`, `origin`: see `dedup`."""
-        if dedup_key is None and self._admits_all.table:
+        if dedup_key is None and self.admits_all.table:
             self.enter(job)
             return []
         entry = self._entry(job, now, job.draft)
@@ -112,7 +108,7 @@ class OverloadControl(Listener):
         entry = self._entry(job, old.since)
         if entry.level != old.level:
             self.load.look(now)
-            if not self._admits_all.table or self.load.shedder.stage:
+            if not self.admits_all.table or self.load.shedder.stage:
                 return self._let_in(job, entry, free_seats(), [])
         self.account.enter(job, entry, self._timeouts.table[entry.level])
         return []
