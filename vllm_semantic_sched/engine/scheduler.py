@@ -104,6 +104,7 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         capacity = EngineCapacity(vllm_api.seats(self), blocks, self.block_size)
         core.set_capacity(capacity, 1 + self.num_spec_tokens)
         self._room_beside: dict[int, int] = {}  # see `_kv_tokens`, by tokens of encoder inputs
+        self._cache_order = vllm_api.CacheOrder(self, lambda: core.policy.retention.cache_share)
         self._endings = Endings(self)
         self.preemptions = Preemptions(self, core, self._endings, self.counters)
         self.predictions = PredictionFeed(
@@ -295,7 +296,10 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         with self.guard("host_copies"):
             self.preemptions.lose_copies(self.jobs)
         with self.preemptions.because("reset"):
-            return super().reset_prefix_cache(*args, **kwargs)
+            done = super().reset_prefix_cache(*args, **kwargs)
+        if done:
+            self._cache_order.clear()
+        return done
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)
@@ -378,6 +382,8 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             if job is not None:
                 if job.preempted.times:
                     self.preemptions.finished(request)
+                if not job.level and self.core.policy.retention.cache_share:
+                    self._cache_order.keep(request)
                 self.predictions.cancel(job)
                 if not job.state.is_end:  # else the policy itself has ended it
                     self._finish(job, request)

@@ -2,6 +2,7 @@
 
 import bisect
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -146,6 +147,80 @@ def free_blocks_at_once(scheduler: Scheduler) -> None:
     hook, the connector says so (`requires_deferred_block_free`)."""
     if not capabilities.HOOKS.on_preemption:
         scheduler.defer_block_free = False
+
+
+class CacheOrder:
+    """Lets the prefix cache give up last what some requests have left in it.
+
+    vLLM takes free blocks from the front of a list, and puts cached ones back at its end. Those of
+    the chosen requests stay at the end: blocks of others go in before them. Beyond `share` of all
+    blocks, the oldest of them become blocks like others.
+    """
+
+    def __init__(self, scheduler: Scheduler, share: Callable[[], float]) -> None:
+        self._pool = scheduler.kv_cache_manager.block_pool
+        self._share = share
+        self._kept: OrderedDict[int, KVCacheBlock] = OrderedDict()  # by id, oldest first
+        self._free: Callable[[Request], None] | None = None  # vLLM's, once it is replaced
+        self._append: Callable[[list[KVCacheBlock]], None] = self._pool.free_block_queue.append_n
+        self._chosen: set[str] = set()  # ids of requests that end now
+        self._freeing = False  # the blocks of one of them
+        self._scheduler = scheduler
+
+    def keep(self, request: Request) -> None:
+        """Choose a request, which is about to give back its blocks."""
+        if self._free is None:
+            self._free = self._scheduler._free_request_blocks
+            self._scheduler._free_request_blocks = self._free_blocks  # type: ignore[method-assign]
+            self._pool.free_block_queue.append_n = self._insert  # type: ignore[method-assign]
+        self._chosen.add(request.request_id)
+
+    def clear(self) -> None:
+        """The cache has been emptied."""
+        self._kept.clear()
+
+    def _free_blocks(self, request: Request) -> None:
+        assert self._free is not None
+        self._freeing = request.request_id in self._chosen
+        self._chosen.discard(request.request_id)
+        try:
+            self._free(request)
+        finally:
+            self._freeing = False
+
+    def _insert(self, blocks: list[KVCacheBlock]) -> None:
+        """In place of vLLM's `append_n`."""
+        kept = self._kept
+        for block in blocks:
+            kept.pop(block.block_id, None)
+        most = self._share() * self._pool.num_gpu_blocks
+        if self._freeing:
+            self._append(blocks)
+            kept.update((block.block_id, block) for block in blocks)
+            if len(kept) > most:
+                for block in [block for block in kept.values() if _is_reused(block)]:
+                    del kept[block.block_id]
+        first = next(iter(kept.values()), None)
+        while first is not None and (len(kept) > most or _is_reused(first)):
+            del kept[first.block_id]
+            first = next(iter(kept.values()), None)
+        if self._freeing or not blocks:
+            return
+        if first is None:
+            self._append(blocks)
+            return
+        before = first.prev_free_block
+        assert before is not None, "a kept block is not in the list of free ones"
+        for block in blocks:
+            before.next_free_block, block.prev_free_block = block, before
+            before = block
+        before.next_free_block, first.prev_free_block = first, before
+        self._pool.free_block_queue.num_free_blocks += len(blocks)
+
+
+def _is_reused(block: KVCacheBlock) -> bool:
+    """Whether a block that was free and cached is so no more."""
+    return block.ref_cnt > 0 or block.block_hash is None
 
 
 def prefix_cached_blocks(scheduler: Scheduler, request: Request, first: int) -> tuple[int, int]:

@@ -30,9 +30,12 @@ class Preemption(Section):
 
 
 class Retention(Section):
-    """How much of a victim's KV is kept."""
+    """How much KV is kept of a victim, and of urgent requests that have ended."""
 
     mode: Literal["optimal", "paper", "swap", "recompute", "none"] = "optimal"
     """`optimal` takes the plan of least expected cost by the engine profile; `paper` decides by eq.
     3 to 6 of arXiv 2506.12204, corrected; `swap` keeps as much as fits into the host pool;
     `recompute` keeps nothing; `none` keeps nothing and never drops a request."""
+    cache_share: float = Field(0.0, ge=0, le=0.9)
+    """Share of the KV blocks in which the prefix cache keeps what requests of level 0 have left in
+    it: it gives up all others first. 0: the least recently used go first, as in vLLM."""
