@@ -12,7 +12,7 @@ and leaves its own in the block of its last token, which may be another.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 NULL_BLOCK = 0  # vLLM's "no block": what lies before a sliding window
@@ -135,7 +135,7 @@ class Sanitizer:
         self.step = 0
         self._begin = 0.0
         self._blocks: dict[int, _Block] = {}
-        self._host: dict[int, Content] = {}
+        self._host: dict[Hashable, Content] = {}
         self._written: dict[int, str] = {}  # in this step, by block
         self._arriving: deque[tuple[Copy, int, Content]] = deque()
 
@@ -209,7 +209,7 @@ class Sanitizer:
     # Copies between device and host, in the order of the device's copy queue
 
     def copy_out(
-        self, block: int, slot: int, begin: float, end: float, what: str, beside: bool
+        self, block: int, slot: Hashable, begin: float, end: float, what: str, beside: bool
     ) -> None:
         """Copy a block to a slot of the host."""
         entry = self._source(block, begin, what)
@@ -218,7 +218,7 @@ class Sanitizer:
             entry.saving = Copy(what, begin, end)
 
     def copy_in(
-        self, block: int, slot: int, begin: float, end: float, what: str, beside: bool
+        self, block: int, slot: Hashable, begin: float, end: float, what: str, beside: bool
     ) -> None:
         """Copy a slot of the host to a block."""
         if slot not in self._host:

@@ -22,6 +22,7 @@ from vllm_semantic_sched.engine.kv.connector import SemanticSwapConnector
 from vllm_semantic_sched.lab.device.clocks import Clock, StepTime, WallClock
 from vllm_semantic_sched.lab.device.copies import EmulatedCopies
 from vllm_semantic_sched.lab.device.layers import align_blocks, exported_states, kv_cache_spec
+from vllm_semantic_sched.lab.device.offloading import offload_by
 from vllm_semantic_sched.lab.device.remote import RemoteKV
 from vllm_semantic_sched.lab.device.runner import Limits, Runner
 from vllm_semantic_sched.lab.device.sanitizer import Group
@@ -134,6 +135,8 @@ class EmulatedWorker(WorkerBase):
                 connector.backend = EmulatedCopies(self.runner)
             elif isinstance(connector, RemoteKV):
                 connector.runner = self.runner
+            else:
+                offload_by(self.runner, connector)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         return CompilationTimes(0.0, 0.0)
