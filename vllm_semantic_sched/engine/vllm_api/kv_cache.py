@@ -57,8 +57,9 @@ def blocks_needed(scheduler: Scheduler, request: Request) -> int:
     included, less those in use that the prefix cache already holds for it."""
     manager = scheduler.kv_cache_manager
     tokens = min(request.num_tokens, scheduler.max_model_len)
-    # A lookup is reported to subscribers of KV events; do without it then.
-    if manager.enable_kv_cache_events:
+    # vLLM reports the lookup to subscribers of KV events if the request asks for that.
+    reported = manager.enable_kv_cache_events and request.kv_cache_report_mode == "full"
+    if reported:
         cached = manager.empty_kv_cache_blocks
         hits = 0
     else:
