@@ -35,6 +35,7 @@ TASKS: Mapping[str, str] = {
     "queue_return": "queueing a request again",
     "queue_move": "moving a request",
     "queue_skip": "skipping a request",
+    "cache_order": "keeping urgent conversations in the prefix cache",
     "queue_aside": "setting aside requests that cannot start",
     "queue_remove": "taking a request out of the queue",
     "queue_next": "choosing the next request",

@@ -104,7 +104,11 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         capacity = EngineCapacity(vllm_api.seats(self), blocks, self.block_size)
         core.set_capacity(capacity, 1 + self.num_spec_tokens)
         self._room_beside: dict[int, int] = {}  # see `_kv_tokens`, by tokens of encoder inputs
-        self._cache_order = vllm_api.CacheOrder(self, lambda: core.policy.retention.cache_share)
+        self._cache_order = vllm_api.CacheOrder(
+            self,
+            share=lambda: core.policy.retention.cache_share,
+            failed=lambda: self.guard.failed("cache_order"),
+        )
         self._endings = Endings(self)
         self.preemptions = Preemptions(self, core, self._endings, self.counters)
         self.predictions = PredictionFeed(

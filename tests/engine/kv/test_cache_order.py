@@ -8,6 +8,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
+from vllm_semantic_sched.engine import vllm_api
 from vllm_semantic_sched.lab.bench.standalone import BLOCK_SIZE, make_request
 
 pytestmark = pytest.mark.engine
@@ -114,3 +115,13 @@ def test_reset_of_the_cache_keeps_nothing(tmp_path) -> None:
     assert cache.send("other", urgency=4) == 0
     assert cache.send("another", urgency=4) == 0
     assert cache.send("other", urgency=4) == 8
+
+
+def test_cache_goes_on_in_stock_order_after_a_failure(tmp_path, monkeypatch) -> None:
+    cache = Cache(tmp_path, 0.5)
+    cache.send("urgent", urgency=0)
+    monkeypatch.setattr(vllm_api.CacheOrder, "_first_kept", lambda self, blocks: 1 / 0)
+    for number in range(20):
+        cache.send(f"other {number}", urgency=4)
+    assert cache.send("urgent", urgency=0) == 0
+    assert cache.scheduler.counters.total("policy_errors") == 1

@@ -156,11 +156,17 @@ class CacheOrder:
     vLLM takes free blocks from the front of a list, and puts cached ones back at its end. Those of
     the chosen requests stay at the end: blocks of others go in before them. Beyond `share` of all
     blocks, the oldest of them become blocks like others.
+
+    Args:
+        failed: told, in the except block, that something went wrong; vLLM's own order applies then.
     """
 
-    def __init__(self, scheduler: Scheduler, share: Callable[[], float]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, share: Callable[[], float], failed: Callable[[], None]
+    ) -> None:
         self._pool = scheduler.kv_cache_manager.block_pool
         self._share = share
+        self._failed = failed
         self._kept: OrderedDict[int, KVCacheBlock] = OrderedDict()  # by id, oldest first
         self._free: Callable[[Request], None] | None = None  # vLLM's, once it is replaced
         self._append: Callable[[list[KVCacheBlock]], None] = self._pool.free_block_queue.append_n
@@ -191,12 +197,29 @@ class CacheOrder:
 
     def _insert(self, blocks: list[KVCacheBlock]) -> None:
         """In place of vLLM's `append_n`."""
+        first = None
+        try:
+            first = self._first_kept(blocks)
+        except Exception:
+            self._stop()
+            self._failed()
+        if first is None or first.prev_free_block is None or not blocks:
+            self._append(blocks)
+            return
+        before = first.prev_free_block
+        for block in blocks:
+            before.next_free_block, block.prev_free_block = block, before
+            before = block
+        before.next_free_block, first.prev_free_block = first, before
+        self._pool.free_block_queue.num_free_blocks += len(blocks)
+
+    def _first_kept(self, blocks: list[KVCacheBlock]) -> KVCacheBlock | None:
+        """The kept block before which these blocks go; None: they go to the end of the list."""
         kept = self._kept
         for block in blocks:
             kept.pop(block.block_id, None)
         most = self._share() * self._pool.num_gpu_blocks
         if self._freeing:
-            self._append(blocks)
             kept.update((block.block_id, block) for block in blocks)
             if len(kept) > most:
                 for block in [block for block in kept.values() if _is_reused(block)]:
@@ -205,18 +228,12 @@ class CacheOrder:
         while first is not None and (len(kept) > most or _is_reused(first)):
             del kept[first.block_id]
             first = next(iter(kept.values()), None)
-        if self._freeing or not blocks:
-            return
-        if first is None:
-            self._append(blocks)
-            return
-        before = first.prev_free_block
-        assert before is not None, "a kept block is not in the list of free ones"
-        for block in blocks:
-            before.next_free_block, block.prev_free_block = block, before
-            before = block
-        before.next_free_block, first.prev_free_block = first, before
-        self._pool.free_block_queue.num_free_blocks += len(blocks)
+        return None if self._freeing else first
+
+    def _stop(self) -> None:
+        """Give vLLM its own functions back."""
+        self._kept.clear()
+        self._pool.free_block_queue.append_n = self._append  # type: ignore[method-assign, assignment]
 
 
 def _is_reused(block: KVCacheBlock) -> bool:

@@ -240,12 +240,14 @@ def hold_at_random(engine: VirtualEngine, chance: random.Random) -> None:
     protection = engine.scheduler.core.protection
     choose = protection.choose
 
-    def choose_any(certain: Any, others: Sequence[Any], *args: Any) -> Sequence[Any]:
-        held: Sequence[Any] = choose(certain, others, *args)
+    def choose_any(
+        certain: Any, candidates: Sequence[Any], *args: Any, **kwargs: Any
+    ) -> Sequence[Any]:
+        held: Sequence[Any] = choose(certain, candidates, *args, **kwargs)
         if chance.random() < 0.5:
             return held
         protection.steps += 1
-        return chance.sample(list(others), chance.randint(1, len(others)))
+        return chance.sample(list(candidates), chance.randint(1, len(candidates)))
 
     protection.choose = choose_any
 
