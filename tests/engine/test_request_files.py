@@ -33,6 +33,7 @@ ENGINE = {
     "engine/metrics/counters.py",
     "engine/metrics/gauges.py",
     "engine/requests/arrivals.py",
+    "engine/requests/aside.py",
     "engine/requests/endings.py",
     "engine/requests/prediction.py",
     "engine/requests/queue.py",
