@@ -471,8 +471,10 @@ class SchedulingCore:
 
     def timer_is_due(self, now: float) -> bool:
         """Whether `revise` may do anything in the step that begins now, or in the present one."""
-        may_outlive = self.running.may_outlive or self.seating.kv_peak.may_outlive
-        return bool(self.outdated) or may_outlive or self.seating.may_move(now)
+        seating = self.seating
+        if self.outdated or self.running.may_outlive or seating.may_move(now):
+            return True
+        return seating.used.table.kv_peak and seating.kv_peak.may_outlive
 
     def steps_to_timer(self) -> int:
         """Coming steps in which no timer is due unless a job comes, goes or is predicted."""

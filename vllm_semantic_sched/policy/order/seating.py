@@ -136,7 +136,7 @@ class Seating(OrderingRules):
 
     def may_move(self, now: float) -> bool:
         """Whether `step` may do anything."""
-        return self.metered or self.credits.may_reach(now)
+        return self.metered or (self.used.table.timers and self.credits.may_reach(now))
 
     # Derived state
 
