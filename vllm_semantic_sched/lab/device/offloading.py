@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def offload_by(runner: "Runner", connector: Any) -> None:
     """Let one of vLLM's two connectors, on the worker's side, copy on the emulated device; others
     are left as they are."""
-    copies = _Copies(runner)
+    copies = OffloadingCopies(runner)
     if getattr(connector, "connector_worker", None) is not None:
         worker = connector.connector_worker
         worker.worker = EmulatedOffloading(copies, worker.spec.blocks_per_chunk)
@@ -30,7 +30,7 @@ def offload_by(runner: "Runner", connector: Any) -> None:
         worker.wait_for_save = lambda: _save(worker)
 
 
-class _Copies:
+class OffloadingCopies:
     """Copies between blocks and slots of a host pool of their own, beside steps."""
 
     def __init__(self, runner: "Runner") -> None:
@@ -57,7 +57,7 @@ class _Copies:
 class EmulatedOffloading(OffloadingWorker):
     """For `OffloadingConnector`. Slots of the host hold chunks of several blocks."""
 
-    def __init__(self, copies: _Copies, blocks_per_chunk: int) -> None:
+    def __init__(self, copies: OffloadingCopies, blocks_per_chunk: int) -> None:
         self._copies = copies
         self._blocks_per_chunk = blocks_per_chunk
         self._ends: dict[int, float] = {}  # by number of the job
@@ -108,7 +108,7 @@ class EmulatedOffloading(OffloadingWorker):
 class _Event:
     """Stands for a CUDA event."""
 
-    copies: _Copies
+    copies: OffloadingCopies
     end: float
 
     def query(self) -> bool:
@@ -121,7 +121,7 @@ class _Event:
 class EmulatedBackend:
     """For `SimpleCPUOffloadConnector`: in place of its `DmaCopyBackend`."""
 
-    def __init__(self, copies: _Copies) -> None:
+    def __init__(self, copies: OffloadingCopies) -> None:
         self._copies = copies
 
     def launch_copy(
