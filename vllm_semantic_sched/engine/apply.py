@@ -79,6 +79,8 @@ class SeatGate:
     def may_take_seat(self, job: Job, popped: Request | None) -> bool:
         """Whether the head of a waiting queue may have a seat in this step. `popped`: what vLLM has
         taken out of the queue last."""
+        if vllm_api.is_unannounced(self._scheduler, job.request_id):
+            return False
         loads = popped is not None and vllm_api.is_loading(popped)
         if not loads and not self._claims and self._first is None:
             return True

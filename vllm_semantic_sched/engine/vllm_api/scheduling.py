@@ -182,6 +182,15 @@ def is_stale(scheduler: Scheduler, request: Request) -> bool:
     return waits and request.num_stale_output_tokens > 0 and not request.drop_stale_output
 
 
+def is_unannounced(scheduler: Scheduler, name: str) -> bool:
+    """Whether a waiting request was preempted since the last step, which no KV connector knows yet.
+    vLLM itself never loads KV for such a request; OffloadingConnector dies of it."""
+    if scheduler.connector is None or name not in scheduler.reset_preempted_req_ids:
+        return False
+    request = scheduler.requests.get(name)
+    return request is not None and not is_stale(scheduler, request)
+
+
 def seats(scheduler: Scheduler) -> int:
     """Most requests that vLLM lets run at once."""
     return min(scheduler.max_num_running_reqs, scheduler.max_num_active_reqs)
