@@ -100,6 +100,7 @@ class SemanticSwapConnector(vllm_api.KVConnector):
 
     requires_kv_delivery = False  # a lost copy is recomputed
     requires_deferred_block_free = False  # see Preemptions
+    saves_before_loads = True  # also those of one request in one step
 
     def __init__(
         self,

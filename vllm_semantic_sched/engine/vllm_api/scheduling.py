@@ -183,9 +183,13 @@ def is_stale(scheduler: Scheduler, request: Request) -> bool:
 
 
 def is_unannounced(scheduler: Scheduler, name: str) -> bool:
-    """Whether a waiting request was preempted since the last step, which no KV connector knows yet.
-    vLLM itself never loads KV for such a request; OffloadingConnector dies of it."""
-    if scheduler.connector is None or name not in scheduler.reset_preempted_req_ids:
+    """Whether a waiting request was preempted since the last step, which a KV connector other than
+    ours does not know yet. vLLM itself never loads KV for such a request; OffloadingConnector dies
+    of it."""
+    connector = scheduler.connector
+    if connector is None or name not in scheduler.reset_preempted_req_ids:
+        return False
+    if getattr(connector, "saves_before_loads", False):
         return False
     request = scheduler.requests.get(name)
     return request is not None and not is_stale(scheduler, request)
