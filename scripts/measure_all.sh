@@ -101,6 +101,8 @@ for device in a100:128 h100:256; do
     step "device-${device%:*}" scripts/studies/device_load.py --profile "${device%:*}" \
         --seats "${device#*:}" --requests 1000 --factor 1 1.75 --output "$output/device-${device%:*}"
 done
+step offloading scripts/studies/offloading.py --output "$output/offloading"
+step urgent-cache scripts/studies/urgent_cache.py --conversations 6
 # On the real engine.
 step cuda-path scripts/studies/cuda_path.py --output "$output/cuda-path"
 for place in before alone; do

@@ -301,8 +301,9 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             self.preemptions.lose_copies(self.jobs)
         with self.preemptions.because("reset"):
             done = super().reset_prefix_cache(*args, **kwargs)
-        if done:
-            self._cache_order.clear()
+        with self.guard("cache_order"):
+            if done:
+                self._cache_order.clear()
         return done
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
