@@ -1,6 +1,8 @@
 """Keeps waiting requests that cannot start out of the order: a step does not look at each of them,
 and they hide no request behind them that could start."""
 
+import itertools
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from vllm_semantic_sched.engine import vllm_api
@@ -8,6 +10,10 @@ from vllm_semantic_sched.engine.vllm_api import Request, Scheduler
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.order.waiting import WaitingQueue
+
+# Pending requests asked in a step in which no seat is free, in turn: such a step of vLLM's looks at
+# no waiting request at all.
+_ASKED_WITHOUT_A_SEAT = 100
 
 
 class Aside:
@@ -22,7 +28,7 @@ class Aside:
         self._core = core
         self._jobs = jobs
         self._queue = queue
-        self._pending: dict[Request, None] = {}
+        self._pending: OrderedDict[Request, None] = OrderedDict()  # next to ask first
         self._of_adapter: dict[int, dict[Request, None]] = {}
         self._first: dict[int, Request] = {}  # by adapter, where others are aside
         self._new: dict[int, list[Request]] = {}  # by adapter, not compared with the first yet
@@ -62,11 +68,7 @@ class Aside:
     def begin_step(self) -> None:
         """Recall the requests that could be admitted now, and set aside others."""
         if self._pending:
-            scheduler = self._scheduler
-            ready = [
-                request for request in self._pending if not vllm_api.is_pending(scheduler, request)
-            ]
-            for request in ready:
+            for request in self._ready():
                 self._recall(request)
         if not self._of_adapter:
             return
@@ -80,6 +82,18 @@ class Aside:
                 self._elect(adapter, requests)
             elif new:
                 self._elect(adapter, (first, *new))
+
+    def _ready(self) -> Iterable[Request]:
+        """Pending requests that are so no more, of those whose turn it is to be asked."""
+        scheduler, pending = self._scheduler, self._pending
+        count = len(pending)
+        if vllm_api.free_seats(scheduler) <= 0:
+            count = min(count, _ASKED_WITHOUT_A_SEAT)
+        asked = list(itertools.islice(pending, count))
+        if count < len(pending):
+            for request in asked:
+                pending.move_to_end(request)
+        return [request for request in asked if not vllm_api.is_pending(scheduler, request)]
 
     def _recall(self, request: Request) -> None:
         """A request could be admitted; it may still have to wait for a slot."""
