@@ -138,8 +138,14 @@ def test_metrics_page_shows_what_happened(semantic) -> None:
         complete(semantic, vllm_xargs={"urgency": 0})
     assert metric(semantic, "semsched:admission_preemptions_total") > before
     assert metric(semantic, "semsched:requests_total", level_from="hint") > 0
-    # An answer may be shorter than it takes to read its prompt, and then no prediction counts.
-    wait_until(lambda: metric(semantic, "semsched:predictions_total") > 0)
+
+    def predicted() -> bool:
+        # No prediction counts for an answer that is shorter than it takes to read its prompt, nor
+        # while no request runs.
+        complete(semantic, prompt=f"what time is it? {time.monotonic()}", max_tokens=200)
+        return metric(semantic, "semsched:predictions_total") > 0
+
+    wait_until(predicted)
     assert metric(semantic, "semsched:predictor_up") == 1
     assert metric(semantic, "semsched:policy_errors_total") == 0
 
