@@ -26,9 +26,9 @@ class SemanticRequestQueue(RequestQueue):
         jobs: dict[str, Job],
         queue: WaitingQueue,
         guard: Guard,
-        may_take_seat: Callable[[Job, Request | None], bool] = lambda job, popped: True,
-        is_skipped: Callable[[Request], bool] = lambda request: False,
-        aside: Aside | None = None,
+        may_take_seat: Callable[[Job, Request | None], bool],
+        is_skipped: Callable[[Request], bool],
+        aside: Aside,
     ) -> None:
         self._core = core
         self._jobs = jobs
@@ -50,8 +50,7 @@ class SemanticRequestQueue(RequestQueue):
         if self._ordered:
             try:
                 self._core.enqueue(self._jobs[request.request_id], self._queue)
-                if self._aside is not None:
-                    self._aside.add(request)
+                self._aside.add(request)
             except Exception:
                 self._fall_back("queue_add")
 
@@ -72,14 +71,13 @@ class SemanticRequestQueue(RequestQueue):
                         continue
                     if job not in self._queue:  # else the policy has ordered that it returns
                         self._core.requeue(job, self._queue)
-                    if self._aside is not None:
-                        self._aside.add(request)
+                    self._aside.add(request)
                 except Exception:
                     self._fall_back("queue_return")
 
     def begin_step(self) -> None:
         """A step begins: choose what is in the order."""
-        if self._ordered and self._aside is not None:
+        if self._ordered:
             try:
                 self._aside.begin_step()
             except Exception:
@@ -90,8 +88,7 @@ class SemanticRequestQueue(RequestQueue):
         again, in the first step, the second, the fourth and so on, or once the queue is empty."""
         self._popped = None
         for request in self._lifted:  # vLLM has admitted it all the same
-            if self._aside is not None:
-                self._aside.remove(request, seated=True)
+            self._aside.remove(request, seated=True)
         self._lifted.clear()
         if self._ordered:
             self._steps_in_disorder = 0
@@ -103,12 +100,10 @@ class SemanticRequestQueue(RequestQueue):
         try:
             for job in list(self._queue):
                 self._queue.remove(job)
-            if self._aside is not None:
-                self._aside.clear()
+            self._aside.clear()
             for name, request in self._members.items():
                 self._core.requeue(self._jobs[name], self._queue)
-                if self._aside is not None:
-                    self._aside.add(request)
+                self._aside.add(request)
             self._ordered = True
         except Exception:
             self._guard.failed("queue_order")
@@ -162,8 +157,7 @@ class SemanticRequestQueue(RequestQueue):
         if self._members.pop(request.request_id, None) is None or not self._ordered:
             return
         try:
-            if self._aside is not None:
-                self._aside.remove(request, seated)
+            self._aside.remove(request, seated)
             job = self._jobs.get(request.request_id)
             if job is None:  # it has ended, and the core has removed it
                 return
