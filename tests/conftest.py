@@ -4,7 +4,7 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -139,3 +139,17 @@ def slim_model(tmp_path_factory) -> Path:
     shape = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2, **heads}
     make_model(folder, TinyModelConfig(initializer_range=0.07, **shape))
     return folder
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> Callable[[str], Path]:
+    """The folder of a model for the emulated device: a shape, with a tokenizer."""
+    from vllm_semantic_sched.lab.device.model import make_shape
+
+    folder = tmp_path_factory.mktemp("models")
+
+    def model(shape: str) -> Path:
+        make_shape(folder / shape, shape, tokenizer=True)
+        return folder / shape
+
+    return model

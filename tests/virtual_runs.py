@@ -41,6 +41,24 @@ def note_preemptions(engine: VirtualEngine) -> list[str]:
     return preempted
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "level": {"enum": [0, 1, 2, 3, 4]},
+        "why": {"type": "string", "maxLength": 40},
+        "sure": {"type": "boolean"},
+    },
+    "required": ["level", "why", "sure"],
+    "additionalProperties": False,
+}
+"""Of the answers of structured outputs."""
+
+WITHOUT_BLANKS = {
+    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}
+}
+"""Options of an engine whose structured outputs have one way to be written."""
+
+
 # A feature beside the scheduler
 
 _DRAWN = draw_load(

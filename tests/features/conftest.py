@@ -1,8 +1,7 @@
-"""Schedulers without a model, and models for the emulated device."""
+"""Schedulers without a model."""
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,17 +21,3 @@ def build_stock() -> Callable[..., Any]:
     from schedulers import build_vllms
 
     return build_vllms
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory) -> Callable[[str], Path]:
-    """The folder of a shape, with a tokenizer."""
-    from vllm_semantic_sched.lab.device.model import make_shape
-
-    folder = tmp_path_factory.mktemp("models")
-
-    def model(shape: str) -> Path:
-        make_shape(folder / shape, shape, tokenizer=True)
-        return folder / shape
-
-    return model

@@ -4,24 +4,11 @@ from dataclasses import replace
 
 import pytest
 from engine_steps import EngineSteps, awaiting_grammar
-from virtual_runs import FEATURE_LOAD, check_feature
+from virtual_runs import FEATURE_LOAD, SCHEMA, WITHOUT_BLANKS, check_feature
 
 pytestmark = pytest.mark.engine
 
 SOON = 3  # steps
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "level": {"enum": [0, 1, 2, 3, 4]},
-        "why": {"type": "string", "maxLength": 40},
-        "sure": {"type": "boolean"},
-    },
-    "required": ["level", "why", "sure"],
-    "additionalProperties": False,
-}
-WITHOUT_BLANKS = {
-    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}
-}
 
 
 @pytest.mark.parametrize("drafts", [0, 2])

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from virtual_runs import SCHEMA, WITHOUT_BLANKS
 
 from vllm_semantic_sched.lab.device.load import Image, Lengths, LoadConfig, LoadRequest, draw_load
 from vllm_semantic_sched.lab.device.model import SHAPES
@@ -28,16 +29,6 @@ LOAD = draw_load(
 )
 CHANCE = random.Random(5)
 ADAPTERS = [replace(one, adapter=CHANCE.randint(0, 4)) for one in LOAD]
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "level": {"enum": [0, 1, 2, 3, 4]},
-        "why": {"type": "string", "maxLength": 40},
-        "sure": {"type": "boolean"},
-    },
-    "required": ["level", "why", "sure"],
-    "additionalProperties": False,
-}
 GRAMMARS = [replace(one, schema=SCHEMA) if one.level % 2 else one for one in LOAD]
 IMAGE_TOKEN = SHAPES["idefics3-8b"]["image_token_id"]
 
@@ -47,21 +38,11 @@ def with_image(one: LoadRequest, name: str, tokens: int, offset: int = 20) -> Lo
     return replace(one, prompt=prompt, images=(Image(name, offset, tokens),))
 
 
-IMAGES = [
-    with_image(one, f"image {CHANCE.randint(0, 4)}", 200) if one.level % 2 else one for one in LOAD
-]
-WITHOUT_BLANKS = {
-    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}
-}
-
-
 @pytest.fixture
 def options(models) -> Callable[[str], dict[str, Any]]:
     """Of the engine, by kind of load."""
 
     def build(kind: str) -> dict[str, Any]:
-        if kind == "adapters":
-            return {"adapters": 2}
         if kind == "images":
             return {"shape": "idefics3-8b", "model": models("idefics3-8b")}
         return {"model": models("llama-3.1-8b"), "options": WITHOUT_BLANKS}

@@ -235,7 +235,7 @@ def _overload(core: SchedulingCore) -> Gauges:
     use = load.use()
 
     def with_slo(share_of: Callable[[int], float | None]) -> dict[str, float]:
-        """Where nothing was measured of late, nothing was broken."""
+        """Where nothing was measured of late, no SLO was missed."""
         shares = {}
         for level, name in enumerate(names):
             if load.slo.targets[level]:

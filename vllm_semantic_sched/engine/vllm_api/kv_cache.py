@@ -231,7 +231,7 @@ class CacheOrder:
         return None if self._freeing else first
 
     def _stop(self) -> None:
-        """Give vLLM its own functions back."""
+        """Put blocks back as vLLM does from now on."""
         self._kept.clear()
         self._pool.free_block_queue.append_n = self._append  # type: ignore[method-assign, assignment]
 
