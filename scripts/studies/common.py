@@ -3,9 +3,9 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +130,10 @@ def print_targets(targets: Iterable[Target]) -> None:
 def write_json(path: Path, document: object) -> None:
     """Write a document."""
     path.write_text(json.dumps(document, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def write_figures(folder: Path | None, rows: Mapping[str, Any]) -> None:
+    """Write rows, which are dataclasses, by name to figures.json; nothing without a folder."""
+    if folder is not None:
+        figures = {name: asdict(row) for name, row in rows.items()}
+        write_json(folder / "figures.json", figures)

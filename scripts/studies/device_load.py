@@ -13,10 +13,10 @@ example:
 
 import argparse
 import itertools
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from common import main, write_json
+from common import main, write_figures
 
 from vllm_semantic_sched.cli.console import print_table
 from vllm_semantic_sched.lab.bench.device_use import LABEL
@@ -156,9 +156,7 @@ def run(args: argparse.Namespace) -> int:
         config = configured(args, scheduler, swap or None)
         rows[name] = measure(faster(load, factor * rate), config, args.warm)
     print_rows(rows, next(iter(rows)))
-    if args.output is not None:
-        figures = {name: asdict(row) for name, row in rows.items()}
-        write_json(args.output / "figures.json", figures)
+    write_figures(args.output, rows)
     return 0
 
 

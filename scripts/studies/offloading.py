@@ -12,11 +12,11 @@ example:
 
 import argparse
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import main, write_json
+from common import main, write_figures
 
 from vllm_semantic_sched.cli.console import print_table
 from vllm_semantic_sched.engine.startup.settings import SWAP_CONNECTOR
@@ -199,9 +199,7 @@ def run(args: argparse.Namespace) -> int:
             rows[f"{name}, {gib:g} GiB"] = measure(load, config)
             print(f"{name}, {gib:g} GiB: done", file=sys.stderr)
     print_rows(rows)
-    if args.output is not None:
-        figures = {name: asdict(row) for name, row in rows.items()}
-        write_json(args.output / "figures.json", figures)
+    write_figures(args.output, rows)
     return 0
 
 
