@@ -28,7 +28,7 @@ class Aside:
         self._core = core
         self._jobs = jobs
         self._queue = queue
-        self._pending: OrderedDict[Request, None] = OrderedDict()  # next to ask first
+        self._pending: OrderedDict[Request, None] = OrderedDict()  # the next one to ask comes first
         self._of_adapter: dict[int, dict[Request, None]] = {}
         self._first: dict[int, Request] = {}  # by adapter, where others are aside
         self._new: dict[int, list[Request]] = {}  # by adapter, not compared with the first yet
@@ -84,7 +84,7 @@ class Aside:
                 self._elect(adapter, (first, *new))
 
     def _ready(self) -> Iterable[Request]:
-        """Pending requests that are so no more, of those whose turn it is to be asked."""
+        """Requests that are no longer pending, among those whose turn it is to be asked."""
         scheduler, pending = self._scheduler, self._pending
         count = len(pending)
         if vllm_api.free_seats(scheduler) <= 0:

@@ -237,7 +237,7 @@ class CacheOrder:
 
 
 def _is_reused(block: KVCacheBlock) -> bool:
-    """Whether a block that was free and cached is so no more."""
+    """Whether a block that was free and cached no longer is."""
     return block.ref_cnt > 0 or block.block_hash is None
 
 
