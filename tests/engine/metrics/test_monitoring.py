@@ -1,11 +1,9 @@
 """Event log, metrics and dashboard of a real server with two API servers."""
 
-import contextlib
 import itertools
 import json
 import re
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from alerts import panel_queries
+from metrics_page import wait_until
 from monitoring import rule_queries, selectors
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -42,6 +41,7 @@ LEGAL = {
     "running": {"queued", "swapped", "completed", "failed", "cancelled", "refused"},
     "swapped": {"running", "queued", "completed", "failed", "cancelled", "refused"},
 }
+ENDS = ("completed", "failed", "cancelled", "refused")
 # There when something has failed, and where KV goes to the host.
 NOT_HERE = {
     "semsched:policy_errors_total",
@@ -59,20 +59,28 @@ class Observed:
     log: Path
     answers: list[tuple[int, str | None, int | None]] = field(default_factory=list)
 
-    def ask(self, prompt="hello", timeout=120.0, **body) -> None:
-        level = body.get("vllm_xargs", {}).get("urgency")
+    def request(self, prompt, **body) -> urllib.request.Request:
         body = {"model": "bench", "max_tokens": 8, "ignore_eos": True, "temperature": 0} | body
-        request = urllib.request.Request(
+        return urllib.request.Request(
             self.server.url + "/v1/completions",
             json.dumps(body | {"prompt": prompt}).encode(),
             # Every request on a connection of its own: the two API servers share them out.
             {"Content-Type": "application/json", "Connection": "close"},
         )
+
+    def ask(self, prompt="hello", **body) -> None:
+        level = body.get("vllm_xargs", {}).get("urgency")
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as reply:
+            with urllib.request.urlopen(self.request(prompt, **body), timeout=120) as reply:
                 self.answers.append((reply.status, json.load(reply)["id"], level))
         except urllib.error.HTTPError as error:
             self.answers.append((error.code, None, level))
+
+    def leave(self) -> None:
+        """Send a request, and disconnect when its answer has begun."""
+        body = {"max_tokens": 900, "stream": True, "vllm_xargs": {"urgency": 1}}
+        with urllib.request.urlopen(self.request("gone", **body), timeout=120) as reply:
+            assert reply.readline()
 
     def count(self, status: int) -> int:
         return sum(answer[0] == status for answer in self.answers)
@@ -120,24 +128,24 @@ def send_traffic(observed: Observed) -> None:
     threads = [threading.Thread(target=observed.ask, kwargs=body) for body in bodies]
     for thread in threads:
         thread.start()
-        time.sleep(0.02)
-    with contextlib.suppress(TimeoutError):
-        observed.ask("gone", timeout=0.3, max_tokens=900, vllm_xargs={"urgency": 1})
+    observed.leave()
     for thread in threads:
         thread.join()
     letters = ["a", "e", "i", "o"]  # a model of random words is about to say one of them
     observed.ask("stop", max_tokens=60, ignore_eos=False, stop=letters)
     observed.ask("length", max_tokens=60, ignore_eos=False)
     observed.ask("again"), observed.ask("again")
-    deadline = time.monotonic() + 20
-    while True:
-        page = observed.page()
-        ended = sum(value for _, value in page["semsched:ended_requests_total"])
-        if ended == len(observed.answers) + 1:  # the one that went away
-            break
-        assert time.monotonic() < deadline, f"{ended} of {len(observed.answers) + 1} ended"
-        time.sleep(0.2)
-    time.sleep(0.5)  # the log is written behind
+
+    def predicted() -> bool:
+        # An answer may be shorter than it takes to read its prompt.
+        observed.ask(f"question {len(observed.answers)}", max_tokens=100)
+        return total(observed.page(), "semsched:prediction_latency_seconds_count") > 0
+
+    wait_until(predicted)
+    requests = len(observed.answers) + 1  # the one that went away
+    wait_until(lambda: total(observed.page(), "semsched:ended_requests_total") == requests)
+    # The log is written behind.
+    wait_until(lambda: sum(event["state"] in ENDS for event in observed.events()) == requests)
 
 
 def test_event_log_has_every_request_once_with_legal_transitions(observed) -> None:
@@ -171,11 +179,7 @@ def test_event_log_has_every_request_once_with_legal_transitions(observed) -> No
 
 def test_metrics_match_the_requests_sent(observed) -> None:
     page, events = observed.page(), observed.events()
-    ends = Counter(
-        (event["tier"], event["state"])
-        for event in events
-        if event["state"] in ("completed", "failed", "cancelled", "refused")
-    )
+    ends = Counter((event["tier"], event["state"]) for event in events if event["state"] in ENDS)
     for (tier, outcome), count in ends.items():
         assert total(page, "semsched:ended_requests_total", tier=tier, outcome=outcome) == count
     assert total(page, "semsched:ended_requests_total") == len(observed.answers) + 1
