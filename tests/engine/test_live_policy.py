@@ -44,7 +44,7 @@ def add(scheduler, *names: str, **fields) -> None:
 
 def reload(scheduler) -> dict:
     """Reload in the same way as an API server."""
-    commands.run(scheduler, "load_policy").result(timeout=10)
+    commands.run(scheduler, "load_policy").result(timeout=120)
     return commands.run(scheduler, "adopt_policy")
 
 
@@ -93,7 +93,7 @@ def test_exception_while_switching_policy_is_reported(scheduler, file, monkeypat
 
     monkeypatch.setattr(scheduler.core, "switch", fail)
     file.write_text(HINTS_ONLY + "default_level: 4\n")
-    commands.run(scheduler, "load_policy").result(timeout=10)
+    commands.run(scheduler, "load_policy").result(timeout=120)
     add(scheduler, "a", output_tokens=2)
     run_step(scheduler)
     assert scheduler.counters.total("policy_errors") == 1
@@ -107,18 +107,18 @@ def test_steps_do_not_wait_for_the_file(scheduler, monkeypatch) -> None:
 
     def slow():
         begun.set()
-        go_on.wait(30)
+        go_on.wait(120)
         return load()
 
     live.load = slow
     done = commands.run(scheduler, "load_policy")
     add(scheduler, "a", output_tokens=5)
-    assert begun.wait(30)
+    assert begun.wait(120)
     for _ in range(5):
         run_step(scheduler)
     assert not done.done()
     go_on.set()
-    done.result(timeout=10)
+    done.result(timeout=120)
     assert commands.run(scheduler, "status")["policy"]["result"] == "unchanged"
     assert commands.run(scheduler, "status")["scheduler"].endswith(".SemanticScheduler")
 
@@ -166,7 +166,9 @@ HANGUP = textwrap.dedent(
         heard = []
         pipe.send(reload_on_hangup(lambda: heard.append(1)))
         os.kill(os.getpid(), signal.SIGHUP)
-        time.sleep(0.1)
+        ends = time.monotonic() + 60
+        while not heard and time.monotonic() < ends:
+            time.sleep(0.01)
         pipe.send(len(heard))
 
     ours, theirs = multiprocessing.get_context("fork").Pipe()

@@ -34,9 +34,11 @@ def body(level=None, text="hello", **more):
 
 
 class Server:
-    """A fake application that prepares requests one after the other, on one thread."""
+    """A fake application that prepares requests one after the other, on one thread. A slow one
+    takes until so many others are prepared, or longer than any test should."""
 
-    def __init__(self, rules=None) -> None:
+    def __init__(self, rules=None, slow_until: int = 0) -> None:
+        self.slow_until = slow_until
         self.state = SimpleNamespace(semsched=ServerState(rules=rules))
         self.prepared = []
         self.middleware = Refusals(UrgentFirst(self.app))
@@ -47,11 +49,17 @@ class Server:
         if request["prompt"] == "broken":
             raise ValueError("broken")
         if request["prompt"] == "slow":
-            await asyncio.sleep(0.3)
+            await self.others()
         self.prepared.append(request["prompt"])
         if (is_prepared := incoming.get().prepared) is not None:
             is_prepared()
         await asyncio.sleep(0.5 if request["prompt"] == "long answer" else 0)
+
+    async def others(self) -> None:
+        for _ in range(10_000):
+            if len(self.prepared) >= self.slow_until:
+                return
+            await asyncio.sleep(0.001)
 
     async def post(self, raw):
         messages = [{"type": "http.request", "body": raw, "more_body": False}]
@@ -97,7 +105,7 @@ def test_urgent_text_is_recognized(rules) -> None:
 
 
 def test_failing_slow_or_long_requests_block_nobody(rules) -> None:
-    server = Server(rules)
+    server = Server(rules, slow_until=6)
     errors = serve(
         server,
         *[body(0, text) for text in ("broken", "broken", "slow", "slow", "long answer")],
@@ -110,7 +118,7 @@ def test_failing_slow_or_long_requests_block_nobody(rules) -> None:
 
 def test_pictures_hold_no_slot(rules) -> None:
     """They are fetched from other servers, for as long as that takes."""
-    server = Server(rules)
+    server = Server(rules, slow_until=1)
     picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     slow = [body(0, "slow", messages=picture) for _ in range(40)]
     serve(server, *slow, body(0, "emergency"))

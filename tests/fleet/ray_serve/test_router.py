@@ -37,7 +37,7 @@ def in_loop(test, policy):
             fake_ray.load("router", real=True).UrgencyRouter, policy=str(policy)
         )
         router.update_replicas([fake_ray.Replica("a"), fake_ray.Replica("b")])
-        await asyncio.wait_for(test(router), 30)
+        await asyncio.wait_for(test(router), 120)
 
     asyncio.run(run())
 
@@ -120,6 +120,8 @@ def test_request_cancelled_before_it_is_sent_does_not_count(policy):
         full = [fake_ray.Replica(name, queue=fake_ray.LARGE) for name in "ab"]
         router.update_replicas(full)
         task = asyncio.create_task(route(router, "1", body(urgency=0)))
+        while not sum(counts(router)):
+            await asyncio.sleep(0.01)
         await asyncio.sleep(0.3)
         assert sum(counts(router)) == 1
         task.cancel()
