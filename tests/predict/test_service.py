@@ -84,7 +84,7 @@ def start(monkeypatch):
     assert not running, "a predictor process was left behind"
 
 
-def has_stopped(service: PredictionService, seconds: float = 5) -> bool:
+def has_stopped(service: PredictionService, seconds: float = 60) -> bool:
     """Whether the service's thread stops within so many seconds."""
     service._thread.join(seconds)
     return not service._thread.is_alive()
@@ -101,7 +101,7 @@ def exists(process_id: int) -> bool:
 def wait_for(service: PredictionService, count: int) -> dict:
     """Results by request id; fails if they do not come."""
     results = {}
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while len(results) < count:
         results.update(service.drain())
         assert time.monotonic() < deadline, f"only {results}"
@@ -151,7 +151,7 @@ def test_a_batch_never_exceeds_its_limit(start) -> None:
 
 def test_full_queue_refuses_and_cancelling_frees_a_place(start) -> None:
     known = LengthBuckets((10,), (5.0, 50.0))
-    service = start("import time; time.sleep(60)", known=known, max_queue=2)  # it never loads
+    service = start("import time; time.sleep(600)", known=known, max_queue=2)  # it never loads
     assert service.submit("a", "x") and service.submit("b", "x")
     assert not service.submit("c", "x")
     service.cancel("a")
@@ -214,23 +214,29 @@ def test_failures_are_not_remembered(start) -> None:
     assert service.cached == 0 and service.restarts == 0
 
 
-def test_stuck_predictor_is_replaced_without_blocking_submit(start) -> None:
+def test_stuck_predictor_is_replaced_without_blocking_submit(start, monkeypatch) -> None:
     service = start(max_batch=1, pass_timeout=1.0)
     stuck = service._process.pid
     service.submit("a", "hang")
     service.submit("b", "help")
     assert service.pending == 2, "submitting waited"
+    deadline = time.monotonic() + 120
+    while not service.restarts:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    monkeypatch.setattr(service_module, "PASS_TIMEOUT", 120.0)  # the new one has time
     results = wait_for(service, 2)
     assert results["a"] is None and results["b"].urgency == (1.0, 0.0)
     assert not exists(stuck) and service.up and service.restarts == 1
 
 
-def test_predictor_stopped_in_a_large_write_is_replaced(start) -> None:
+def test_predictor_stopped_in_a_large_write_is_replaced(start, monkeypatch) -> None:
     service = start(max_batch=1, pass_timeout=0.5)
     os.kill(service._process.pid, signal.SIGSTOP)
     # More than a pipe holds: the write blocks, not the read.
     service.submit("a", "x" * 300_000)
     assert wait_for(service, 1)["a"] is None
+    monkeypatch.setattr(service_module, "PASS_TIMEOUT", 120.0)  # the new one has time
     service.submit("b", "help")
     assert wait_for(service, 1)["b"].urgency == (1.0, 0.0)
     assert service.restarts == 1
@@ -247,7 +253,7 @@ def test_invalid_answer_replaces_the_process(start) -> None:
 
 
 def test_closing_ends_a_wait_between_restarts(start) -> None:
-    service = start(first_backoff=60.0)
+    service = start(first_backoff=600.0)
     service.submit("a", "die")
     wait_for(service, 1)
     service.close()
@@ -256,11 +262,11 @@ def test_closing_ends_a_wait_between_restarts(start) -> None:
 
 def test_closing_while_a_new_process_loads_leaves_no_process(start, tmp_path) -> None:
     flag = tmp_path / "slow"
-    slow = f"import os, time; time.sleep(10 * os.path.exists({str(flag)!r}))\n"
+    slow = f"import os, time; time.sleep(600 * os.path.exists({str(flag)!r}))\n"
     service = start(slow + WORKER)
     flag.touch()
     service.submit("a", "die")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 120
     while not service.restarts:
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -279,7 +285,7 @@ def test_closing_during_a_restart_leaves_no_process(start, monkeypatch) -> None:
 
     monkeypatch.setattr(service_module, "PredictorProcess", launch_too_late)
     service.submit("a", "die")
-    assert has_stopped(service, 10) and service.restarts == 1
+    assert has_stopped(service) and service.restarts == 1
 
 
 def test_error_answer_affects_only_its_batch(start) -> None:
@@ -302,16 +308,16 @@ def test_urgent_newcomer_of_a_burst_is_read_in_the_next_pass(start) -> None:
         service.submit(f"calm {number}", f"calm {number}", 4)
     while service.pending > 250:  # the first passes taught it the speed
         time.sleep(0.002)
-    service.drain()
     service.submit("urgent", "help", 0)
+    taken = 301 - service.pending  # by the passes so far
     read: list[str] = []
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while "urgent" not in read:
         read += [name for name, _ in service.drain()]
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    # Those of the pass in progress, and those beside it in its own.
-    assert len(read) <= 40, read
+    # Those beside it in its own pass.
+    assert read.index("urgent") - taken <= 40, read
 
 
 def test_passes_are_limited_in_seconds(start) -> None:
