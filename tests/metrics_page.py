@@ -19,7 +19,9 @@ def page_value(server: VllmServer, name: str, **labels: str) -> float:
     )
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 20.0, pause: float = 0.05) -> None:
+def wait_until(
+    condition: Callable[[], object], seconds: float = 120.0, pause: float = 0.05
+) -> None:
     """Poll, with pauses, until the condition holds; fails after a time limit in seconds."""
     deadline = time.monotonic() + seconds
     while not condition():

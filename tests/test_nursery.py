@@ -71,15 +71,15 @@ def start(made_up, tmp_path):
 
 
 def test_child_gets_arguments_environment_and_log(start, tmp_path) -> None:
-    assert start("ok", GIVEN="1").wait(60) == 0
+    assert start("ok", GIVEN="1").wait(240) == 0
     log = (tmp_path / "log").read_text()
     assert log == "['ok'] 1 as it was True\nends in order\n"
-    assert start("ok", KEPT="not").wait(60) == 0
+    assert start("ok", KEPT="not").wait(240) == 0
     assert "['ok'] None not True" in (tmp_path / "log").read_text()
 
 
 def test_child_that_fails_says_why(start, tmp_path) -> None:
-    assert start("fail").wait(60) == 1
+    assert start("fail").wait(240) == 1
     assert "no such argument" in (tmp_path / "log").read_text()
 
 
@@ -95,7 +95,7 @@ def test_child_serves_until_it_gets_a_signal(start) -> None:
 
 
 def test_other_programs_find_their_modules_and_the_imports(made_up, start, tmp_path) -> None:
-    start("ok").wait(60)  # the imports are made where the other module is not found
+    start("ok").wait(240)  # the imports are made where the other module is not found
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir(), there.mkdir()
     (here / "program.py").write_text(PROGRAM)
@@ -105,7 +105,7 @@ def test_other_programs_find_their_modules_and_the_imports(made_up, start, tmp_p
     def run(*arguments: object, **options) -> tuple[int | None, str]:
         with (tmp_path / "log").open("wb") as log:
             done = made_up.run(
-                [sys.executable, *arguments], 60, stdout=log, env=environment, **options
+                [sys.executable, *arguments], 240, stdout=log, env=environment, **options
             )
         return done.returncode, (tmp_path / "log").read_text()
 

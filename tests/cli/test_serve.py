@@ -343,7 +343,7 @@ def test_becomes_vllm(tmp_path) -> None:
         capture_output=True,
         text=True,
         env=os.environ,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     assert done.stdout.splitlines()[-1].startswith("serve my/model --seed 1 --")

@@ -104,7 +104,7 @@ def test_reload_ends_it(server) -> None:
     file = server.scheduler.vllm_config.additional_config["semantic_sched"]["policy"]
     with open(file, "w") as out:
         json.dump(CURRENT | {"default_level": 3}, out)
-    commands.run(server.scheduler, "load_policy").result(timeout=10)
+    commands.run(server.scheduler, "load_policy").result(timeout=120)
     assert commands.run(server.scheduler, "adopt_policy")["result"] == "adopted"
     assert server.command("canary_status")["end"] == "the policy was reloaded"
     assert server.scheduler.observing and server.scheduler.core.policy.default_level == 3

@@ -159,7 +159,7 @@ def test_order_changes_hands_without_a_restart(tmp_path) -> None:
 
     def reload(text: str) -> None:
         file.write_text(HINTS_ONLY + text)
-        commands.run(scheduler, "load_policy").result(timeout=10)
+        commands.run(scheduler, "load_policy").result(timeout=120)
         assert commands.run(scheduler, "adopt_policy")["result"] == "adopted"
 
     def running() -> set[str]:

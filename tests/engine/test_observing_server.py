@@ -38,11 +38,11 @@ def test_observe_top_whatif_and_then_order(serve, tmp_path, capsys) -> None:
             json.load(reply)
 
     client = AdminClient(server.url)
-    wait_until(lambda: client.status()[0]["ready"], 120)
+    wait_until(lambda: client.status()[0]["ready"])
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(complete, range(60)))
-    wait_until(lambda: '"log": "engine"' in log.read_text(), 30)
-    wait_until(lambda: log.read_text().count('"state": "completed"') == 60, 30)
+    wait_until(lambda: '"log": "engine"' in log.read_text())
+    wait_until(lambda: log.read_text().count('"state": "completed"') == 60)
     assert main(["top", "--once", "--server", server.url]) == 0
     assert "observes" in capsys.readouterr().out
     assert main(["whatif", str(log), "--policy", "ems", "--output", str(tmp_path / "out")]) == 0

@@ -26,5 +26,5 @@ def test_profile_is_measured_written_and_loaded(model: Path, tmp_path: Path, run
     assert str(model) not in path.read_text()
     # Wide bounds: another program may be running.
     assert 1e-4 < profile.gamma2 < 0.5
-    assert 1e-3 < profile.prefill_alone(128) < 2.0
+    assert 1e-4 < profile.prefill_alone(128) < 2.0
     assert set(profile.residuals) == {"step", "decode", "load", "save"}

@@ -94,18 +94,18 @@ def test_resume_ends_a_pause_that_still_waits(server) -> None:
     def wait_for_running(method, path, key):
         if path.endswith("/pause") and not waiting.is_set():
             waiting.set()
-            assert done.wait(20)
+            assert done.wait(120)
         return answer(method, path, key)
 
     server.answer = wait_for_running
     watched = watch(server)
     pausing = threading.Thread(target=watched.pause)
     pausing.start()
-    assert waiting.wait(20)
+    assert waiting.wait(120)
     watched.resume()
     assert server.calls == ["/pause", "/resume"]
     done.set()
-    pausing.join(20)
+    pausing.join(120)
     server.calls.clear()
     watched.resume()
     assert server.calls == ["/resume"]

@@ -61,7 +61,7 @@ def ask(server, level: int, rank: int | None = None, tokens: int = 4) -> int:
     headers = JSON if rank is None else JSON | {"X-data-parallel-rank": str(rank)}
     request = urllib.request.Request(server.url + "/v1/completions", body(tokens, level), headers)
     try:
-        with urllib.request.urlopen(request, timeout=60) as reply:
+        with urllib.request.urlopen(request, timeout=120) as reply:
             return reply.status
     except urllib.error.HTTPError as error:
         return error.code
@@ -70,7 +70,7 @@ def ask(server, level: int, rank: int | None = None, tokens: int = 4) -> int:
 @contextmanager
 def running(server, level: int, rank: int | None = None):
     """A request that runs until the end of the block."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
     headers = JSON if rank is None else JSON | {"X-data-parallel-rank": str(rank)}
     connection.request("POST", "/v1/completions", body(UNENDING, level, stream=True), headers)
     reply = connection.getresponse()
@@ -134,7 +134,7 @@ def test_reload_and_full_queue_429_work_on_both_engines(server, policy) -> None:
         with contextlib.ExitStack() as held:
             for rank in (*[1] * SEATS, 0):
                 held.enter_context(running(server, 0, rank))
-            waiting = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+            waiting = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
             headers = JSON | {"X-data-parallel-rank": "1"}
             waiting.request("POST", "/v1/completions", body(4, 1), headers)
             wait_until(lambda: page_value(server, "vllm:num_requests_waiting", engine="1") == 1)
@@ -159,7 +159,7 @@ def test_death_of_an_engine_ends_the_server_and_nothing_hangs(server) -> None:
     assert len(engines) == 2
     answers = []
     for rank in (0, 1):
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
         headers = JSON | {"X-data-parallel-rank": str(rank)}
         connection.request("POST", "/v1/completions", body(UNENDING, 0, stream=True), headers)
         answers.append(connection.getresponse())
@@ -167,4 +167,4 @@ def test_death_of_an_engine_ends_the_server_and_nothing_hangs(server) -> None:
     for answer in answers:
         with contextlib.suppress(OSError, http.client.HTTPException):
             answer.read()  # ends, with an error or short
-    leader.wait(60)
+    leader.wait(240)

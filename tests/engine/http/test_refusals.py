@@ -62,7 +62,7 @@ def ask(server, path=COMPLETIONS, stream=False, tier=1, max_tokens=4, key=None, 
     )
     begin = time.monotonic()
     try:
-        with urllib.request.urlopen(request, timeout=60) as reply:
+        with urllib.request.urlopen(request, timeout=120) as reply:
             status, headers, text = reply.status, reply.headers, reply.read().decode()
     except urllib.error.HTTPError as error:
         status, headers, text = error.code, error.headers, error.read().decode()
@@ -107,7 +107,7 @@ def full_seats(server, waiting: int = 0):
 
 def open_stream(server) -> http.client.HTTPConnection:
     """A long request of tier 0 with its first token; ends when the connection is closed."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
     body = {"model": "bench", "prompt": "x", "max_tokens": UNENDING, "ignore_eos": True}
     body |= {"stream": True, "vllm_xargs": {"urgency": 0}}
     headers = {"Content-Type": "application/json"}

@@ -70,7 +70,7 @@ def run_server(module, client, test):
         server = module.UrgencyServer(SimpleNamespace(engine_client=client))
         await server.start()
         try:
-            return await asyncio.wait_for(test(server), 30)
+            return await asyncio.wait_for(test(server), 120)
         finally:
             server._reloading.cancel()
 
