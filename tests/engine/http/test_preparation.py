@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from vllm_semantic_sched.engine.http import preparation
 from vllm_semantic_sched.engine.http.middleware import Refusals
 from vllm_semantic_sched.engine.http.preparation import (
     LARGEST_BODY,
@@ -116,8 +117,9 @@ def test_failing_slow_or_long_requests_block_nobody(rules) -> None:
     assert server.prepared.index("slow") > 5  # its slot was given away
 
 
-def test_pictures_hold_no_slot(rules) -> None:
+def test_pictures_hold_no_slot(rules, monkeypatch) -> None:
     """They are fetched from other servers, for as long as that takes."""
+    monkeypatch.setattr(preparation, "_LONGEST", 600.0)  # no slot is given up
     server = Server(rules, slow_until=1)
     picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     slow = [body(0, "slow", messages=picture) for _ in range(40)]
