@@ -101,7 +101,7 @@ def exists(process_id: int) -> bool:
 def wait_for(service: PredictionService, count: int) -> dict:
     """Results by request id; fails if they do not come."""
     results = {}
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while len(results) < count:
         results.update(service.drain())
         assert time.monotonic() < deadline, f"only {results}"
