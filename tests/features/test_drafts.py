@@ -23,9 +23,24 @@ def test_ngram_on_the_device(prefix_cache) -> None:
     check_drafts(drafts=2, drafter="ngram_gpu", runner=2, prefix_cache=prefix_cache)
 
 
+def test_suffix_decoding(monkeypatch) -> None:
+    """vLLM runs it on its first model runner, without asynchronous scheduling. Its package is not
+    installed: the device drafts none to five tokens."""
+    monkeypatch.setattr("vllm.config.speculative.has_arctic_inference", lambda: True)
+    check_drafts(drafts=5, drafter="suffix", asynchronous=False, modes=[False], holds=False)
+
+
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_eagle(prefix_cache) -> None:
     check_drafts(drafts=3, drafter="eagle", runner=2, prefix_cache=prefix_cache)
+
+
+def test_eagle3() -> None:
+    check_drafts(drafts=3, drafter="eagle3", runner=2, prefix_cache=True)
+
+
+def test_draft_model() -> None:
+    check_drafts(drafts=3, drafter="draft_model", runner=2, prefix_cache=True)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -35,6 +50,15 @@ def test_drafts_go_on_beside_a_long_prefill(asynchronous) -> None:
     decodes = decodes_beside_a_prefill(16, budget=64, **options)
     assert sum(count < 16 for count in decodes) <= 1
     assert len(decodes) <= 64
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_draft_model_leaves_decodes_their_tokens(asynchronous) -> None:
+    """It takes one token of a step more for each request: 16 decodes take 64 of 96."""
+    options = {"drafts": 2, "acceptance": 0.0, "runner": 2, "asynchronous": asynchronous}
+    decodes = decodes_beside_a_prefill(16, budget=96, drafter="draft_model", **options)
+    assert sum(count < 16 for count in decodes) <= 1
+    assert len(decodes) <= 34
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])

@@ -121,13 +121,18 @@ class VllmSnapshot:
         empty = not vllm_api.total_kv_blocks(self._scheduler)
         return 0.0 if empty else self._scheduler.kv_cache_manager.usage
 
-    @property
+    @once
     def token_budget(self) -> float:
-        return self._scheduler.max_num_scheduled_tokens
+        scheduler = self._scheduler
+        # Of what a step may have as input, each request takes room for its drafter, too.
+        drafting = vllm_api.drafting_slots(scheduler) * len(self.prefilling)
+        most_input = scheduler.scheduler_config.max_num_batched_tokens - drafting
+        return min(scheduler.max_num_scheduled_tokens, most_input)
 
     @property
     def tokens_per_decode(self) -> int:
-        return 1 + self._scheduler.num_spec_tokens
+        scheduler = self._scheduler
+        return 1 + scheduler.num_spec_tokens + vllm_api.drafting_slots(scheduler)
 
     def progress(self, job: Job) -> Progress:
         request = self._request(job)

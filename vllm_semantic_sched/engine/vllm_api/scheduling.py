@@ -147,6 +147,13 @@ def running_prefills(scheduler: Scheduler) -> list[Request]:
     return [request for request in inflight if request.status is RequestStatus.RUNNING]
 
 
+def drafting_slots(scheduler: Scheduler) -> int:
+    """Tokens of `max_num_batched_tokens` that a request takes in a step beside those that are
+    computed: draft models and parallel drafters compute more than the model."""
+    speculative = scheduler.vllm_config.speculative_config
+    return 0 if speculative is None else speculative.max_num_new_slots_for_drafting
+
+
 def is_loading(request: Request) -> bool:
     """Whether a request waits for a load of its KV, beside steps."""
     return request.status is RequestStatus.WAITING_FOR_REMOTE_KVS

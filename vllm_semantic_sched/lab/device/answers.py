@@ -59,6 +59,11 @@ class Answer:
             return token
         return token + 1 if token + 1 < self.vocabulary else token - 1
 
+    def drafts(self, first: int, most: int, acceptance: float, vary: bool) -> list[int]:
+        """What a drafter guesses from this place on: so many tokens, or up to so many."""
+        count = mix(self.seed + first) % (most + 1) if vary else most
+        return [self.draft(place, acceptance) for place in range(first, first + count)]
+
     def tokens(self, count: int | None = None) -> list[int]:
         """The first `count` tokens, or all."""
         if count is None:

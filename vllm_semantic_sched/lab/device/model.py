@@ -35,8 +35,15 @@ _SLIDING: dict[str, Any] = {
         "full_attention" if layer % 4 == 3 else "sliding_attention" for layer in range(32)
     ],
 }
-# The drafter of an 8B model: one layer.
+# Drafters of an 8B model: one layer, or a model of its own.
 _EAGLE: dict[str, Any] = {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
+_EAGLE3: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+_LLAMA_1B: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "head_dim": 64,
+}
 # One compressed vector per token and layer (MLA), and 64 experts.
 _DEEPSEEK_V2_LITE: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"],
@@ -178,8 +185,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "bge-base": _LLAMA | _BERT,
 }
 """Configurations, by name; all with the vocabulary of the tokenizer that is at hand."""
-DRAFTERS: dict[str, dict[str, Any]] = {"eagle-8b": _LLAMA | _EAGLE}
-"""Models that draft tokens for others."""
+DRAFTERS = {"eagle": "eagle-8b", "eagle3": "eagle3-8b", "draft_model": "llama-3.2-1b"}
+"""Models that draft tokens for others, by the method of `--speculative-config`."""
+_DRAFTERS: dict[str, dict[str, Any]] = {
+    "eagle-8b": _LLAMA | _EAGLE,
+    "eagle3-8b": _LLAMA | _EAGLE3,
+    "llama-3.2-1b": _LLAMA | _LLAMA_1B,
+}
 _FILES: dict[str, dict[str, Any]] = {
     "e5-mistral-7b": {
         "modules.json": [
@@ -204,7 +216,7 @@ _FILES: dict[str, dict[str, Any]] = {
 def make_shape(folder: Path, shape: str = "llama-3.1-8b", tokenizer: bool = False) -> bool:
     """Write a model without weights into `folder`; False if it was there already. KeyError: no such
     shape."""
-    config = (SHAPES | DRAFTERS)[shape]
+    config = (SHAPES | _DRAFTERS)[shape]
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)

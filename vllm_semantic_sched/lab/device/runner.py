@@ -37,6 +37,7 @@ class Limits:
     end_token: int
     adapters: int = 0  # in a step
     drafts: int = 0  # for a request, in a step
+    drafts_vary: bool = False  # from none to `drafts`
     ahead: bool = False  # steps are scheduled before the last one's tokens are known
     vector: int = 0  # numbers of an embedding
 
@@ -311,10 +312,9 @@ class Runner:
         request.tokens += tokens
         self.sanitizer.forget(request.table, len(request.tokens) - 1)
         first = len(request.tokens) - request.prompt
-        request.drafts = [
-            answer.draft(first + place, self.settings.acceptance)
-            for place in range(self.limits.drafts)
-        ]
+        request.drafts = answer.drafts(
+            first, self.limits.drafts, self.settings.acceptance, self.limits.drafts_vary
+        )
         return tokens
 
     def _agree(self, request: Running, count: int, tokens: list[int] | None) -> None:

@@ -34,14 +34,13 @@ from vllm_semantic_sched.lab.device.clocks import StepTime, VirtualClock
 from vllm_semantic_sched.lab.device.grammar import constrained_tokens
 from vllm_semantic_sched.lab.device.launch import keep_scheduling_mode
 from vllm_semantic_sched.lab.device.load import Image, LoadRequest
-from vllm_semantic_sched.lab.device.model import SHAPES, make_shape
+from vllm_semantic_sched.lab.device.model import DRAFTERS, SHAPES, make_shape
 from vllm_semantic_sched.lab.device.sanitizer import DeviceError
 from vllm_semantic_sched.lab.device.settings import KEY, WORKER
 from vllm_semantic_sched.lab.device.worker import EmulatedWorker
 from vllm_semantic_sched.policy.config.files import read_config
 
 SCHEDULERS = ("semantic", "fcfs", "priority")
-_EAGLE = "eagle-8b"
 _POLL = 0.001  # seconds that vLLM's core sleeps when a step had nothing to compute
 _STALLED = 60.0  # virtual seconds without a step, and with requests
 
@@ -382,9 +381,10 @@ def _drafter(config: EngineConfig, folder: Path) -> dict[str, Any]:
         "method": config.drafter,
         "num_speculative_tokens": config.drafts,
     }
-    if config.drafter == "eagle":
-        make_shape(folder / _EAGLE, _EAGLE)
-        given["model"] = str(folder / _EAGLE)
+    model = DRAFTERS.get(config.drafter)
+    if model is not None:
+        make_shape(folder / model, model)
+        given["model"] = str(folder / model)
     return given
 
 

@@ -31,6 +31,7 @@ from vllm_semantic_sched.policy.profile.formula import load_profile
 from vllm_semantic_sched.policy.profile.model_shape import ModelShape
 
 _ACTIVATIONS = 2 * 2**30  # bytes beside weights and KV
+_FIND_REPEATS = ("ngram", "suffix")  # drafters that look in the text, and may find nothing
 
 
 class LaterOutput(AsyncModelRunnerOutput):
@@ -111,6 +112,7 @@ class EmulatedWorker(WorkerBase):
 
     def _limits(self) -> Limits:
         scheduler = self.scheduler_config
+        speculative = self.vllm_config.speculative_config
         end_token = self.model_config.hf_text_config.eos_token_id
         if isinstance(end_token, list):
             end_token = end_token[0]
@@ -122,6 +124,7 @@ class EmulatedWorker(WorkerBase):
             end_token=0 if end_token is None else end_token,
             adapters=self.lora_config.max_loras if self.lora_config else 0,
             drafts=self.vllm_config.num_speculative_tokens,
+            drafts_vary=speculative is not None and speculative.method in _FIND_REPEATS,
             ahead=bool(scheduler.async_scheduling),
             vector=self.model_config.get_hidden_size(),
         )
