@@ -7,9 +7,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from statistics import NormalDist
+from typing import Any
 
 from vllm_semantic_sched.lab.bench.workload import ANSWER_FIELD
 
+REASONING_FIELD = "reasoning"
+"""Extra argument of a request that reasons first: so many tokens, and the id of the last one."""
 _MASK = (1 << 64) - 1
 _RESERVED = 16  # token ids that no answer has: special tokens of most vocabularies
 # Of the lengths of answers for which none is given, lognormal.
@@ -28,22 +31,33 @@ def mix(value: int) -> int:
 @dataclass(frozen=True)
 class Answer:
     """What a request gets. `length`: tokens, the end token included; `forbidden`: token ids that
-    would end it earlier."""
+    would end it earlier; `reasoning`: tokens before the part that a grammar shapes, the last of
+    which is `reasoning_end`."""
 
     seed: int
     length: int
     end_token: int
     vocabulary: int
     forbidden: Collection[int] = ()
+    reasoning: int = 0
+    reasoning_end: int | None = None
 
     def token(self, place: int, allowed: Sequence[int] | None = None) -> int:
         """The token at this place of the answer, from 0; `allowed`: those of a grammar."""
+        if place < self.reasoning:
+            thought = self.reasoning_end if place + 1 == self.reasoning else self._free(place)
+            if thought is not None and (allowed is None or thought in allowed):
+                return thought
         if allowed is not None:
             if place + 1 >= self.length and self.end_token in allowed:
                 return self.end_token
             return allowed[mix(self.seed + place) % len(allowed)]
         if place + 1 == self.length:
             return self.end_token
+        return self._free(place)
+
+    def _free(self, place: int) -> int:
+        """A token that no grammar shapes."""
         choices = self.vocabulary - _RESERVED
         number = mix(self.seed + place)
         token = _RESERVED + number % choices
@@ -75,7 +89,7 @@ def make_answer(
     prompt: Sequence[int],
     vocabulary: int,
     end_token: int,
-    extra_args: dict[str, object] | None = None,
+    extra_args: dict[str, Any] | None = None,
     stop_tokens: Collection[int] = (),
     min_tokens: int = 0,
 ) -> Answer:
@@ -83,9 +97,18 @@ def make_answer(
     `extra_args`, which no scheduler reads; else it is drawn from the prompt."""
     seed = int.from_bytes(blake2b(array("q", prompt).tobytes(), digest_size=8).digest(), "little")
     given = (extra_args or {}).get(ANSWER_FIELD)
+    reasoning, reasoning_end = (extra_args or {}).get(REASONING_FIELD, (0, None))
     if isinstance(given, list) and len(given) == 2:
         length, end_token = given
     else:
         drawn = NormalDist(math.log(_MEDIAN), _SIGMA).inv_cdf((mix(seed) % 9998 + 1) / 10_000)
         length = round(math.exp(drawn))
-    return Answer(seed, max(length, min_tokens + 1), end_token, vocabulary, frozenset(stop_tokens))
+    return Answer(
+        seed=seed,
+        length=max(length, min_tokens + 1, reasoning + 1),
+        end_token=end_token,
+        vocabulary=vocabulary,
+        forbidden=frozenset(stop_tokens),
+        reasoning=reasoning,
+        reasoning_end=reasoning_end,
+    )

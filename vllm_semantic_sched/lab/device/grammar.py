@@ -1,5 +1,6 @@
 """Structured outputs on the emulated device: it obeys the masks of vLLM's grammars."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ from vllm.v1.structured_output.request import get_structured_output_key
 from vllm_semantic_sched.lab.device.answers import Answer
 
 
-def allowed_tokens(mask: Any, vocabulary: int) -> list[int]:
+def allowed_tokens(mask: Any, vocabulary: int) -> Sequence[int]:
     """The tokens of one row of a bit mask of 32-bit integers."""
+    if (mask == -1).all():
+        return range(vocabulary)
     bits = np.unpackbits(np.asarray(mask).view(np.uint8), bitorder="little")
     tokens: list[int] = np.flatnonzero(bits[:vocabulary]).tolist()
     return tokens
@@ -20,12 +23,12 @@ def allowed_tokens(mask: Any, vocabulary: int) -> list[int]:
 def constrained_tokens(
     answer: Answer, params: SamplingParams, backend: StructuredOutputBackend
 ) -> list[int]:
-    """The answer under a grammar of its own, from the first token to the end token."""
+    """The answer under a grammar of its own, which begins after the reasoning."""
     assert params.structured_outputs is not None
     kind, text = get_structured_output_key(params.structured_outputs)
     grammar = backend.compile_grammar(kind, text, stop_token_ids=params.all_stop_token_ids)
     mask = backend.allocate_token_bitmask(1)
-    tokens: list[int] = []
+    tokens = answer.tokens(answer.reasoning)
     while not grammar.is_terminated() and len(tokens) < (params.max_tokens or 0):
         grammar.fill_bitmask(mask, 0)
         allowed = allowed_tokens(mask[0].numpy(), answer.vocabulary)

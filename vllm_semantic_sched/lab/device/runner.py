@@ -287,7 +287,7 @@ class Runner:
         raise DeviceError(problem, request.name, self.number)
 
     def _sample(
-        self, request: Running, pending: Pending, masks: dict[str, list[list[int]]]
+        self, request: Running, pending: Pending, masks: dict[str, list[Sequence[int]]]
     ) -> list[int]:
         """The drafts of a request that are right, and the token after them."""
         answer = request.answer
@@ -402,7 +402,9 @@ class Runner:
                 tokens += after - first
         return tokens * self.settings.image_token_seconds
 
-    def _masks(self, grammar: GrammarOutput | None, pending: Pending) -> dict[str, list[list[int]]]:
+    def _masks(
+        self, grammar: GrammarOutput | None, pending: Pending
+    ) -> dict[str, list[Sequence[int]]]:
         """Tokens that the grammars allow, by request: at the place of each draft, and after it. One
         that has ended at the scheduler, which the device does not know yet, has none."""
         structured = {
