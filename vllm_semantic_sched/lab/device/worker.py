@@ -7,6 +7,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
+from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
 from vllm.v1.outputs import (
@@ -87,9 +88,10 @@ class EmulatedWorker(WorkerBase):
         return int(memory - shape.weights - _ACTIVATIONS)
 
     def initialize_from_config(self, config: KVCacheConfig) -> None:
+        ranks = self.parallel_config.decode_context_parallel_size  # that share a block's tokens
         groups = [
             Group(
-                block_size=group.kv_cache_spec.block_size,
+                block_size=resolve_dcp_kv_block_size(group.kv_cache_spec, ranks),
                 window=getattr(group.kv_cache_spec, "sliding_window", None),
                 state=isinstance(group.kv_cache_spec, MambaSpec),
                 exported=exported_states(group.kv_cache_spec, config),
