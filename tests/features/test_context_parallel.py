@@ -8,6 +8,7 @@ from virtual_runs import check_feature
 from vllm.config import VllmConfig
 from vllm.v1.engine.core import EngineCore
 
+from vllm_semantic_sched.engine.kv.connector import why_config_unsupported
 from vllm_semantic_sched.lab.device import virtual
 
 pytestmark = pytest.mark.engine
@@ -29,4 +30,6 @@ def ranks(monkeypatch, request) -> None:
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_preempted_requests_get_the_same_answers(ranks, prefix_cache) -> None:
     for shown in check_feature(blocks=34, runner=2, prefix_cache=prefix_cache):
-        assert shown.engine.scheduler.block_size == 2 * shown.engine.config.block_size
+        scheduler = shown.engine.scheduler
+        assert scheduler.block_size == 2 * shown.engine.config.block_size
+        assert why_config_unsupported(scheduler.vllm_config) == "context parallelism is on"
