@@ -250,6 +250,18 @@ def test_model_may_be_an_option(no_gpu, capsys, config_file, in_file) -> None:
     assert ("127.0.0.1:8001" in printed.err) == in_file
 
 
+def test_stopped_server_finishes_its_requests_unless_told_otherwise(no_gpu, capsys) -> None:
+    no_gpu(False)
+    assert main(["serve", "my/model", "--dry-run"]) == 0
+    assert value(shlex.split(capsys.readouterr().out), "--shutdown-timeout") == "30"
+    assert main(["serve", "my/model", "--dry-run", "--shutdown_timeout=5"]) == 0
+    command = shlex.split(capsys.readouterr().out)
+    assert "--shutdown_timeout=5" in command and "--shutdown-timeout" not in command
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    assert "--shutdown-timeout" in capsys.readouterr().out
+
+
 def test_without_a_gpu_what_is_missing_is_added_and_said(no_gpu) -> None:
     machine = Machine(False, cores=4, free_gib=15.0, total_gib=20.0)
     command, notes, environment = launch(machine=machine)

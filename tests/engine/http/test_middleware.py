@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
 from vllm.exceptions import GenerationError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from vllm_semantic_sched.engine.http.middleware import Refusals, RequestRefused
 from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
@@ -31,6 +33,7 @@ class Engine:
     def __init__(self, *outputs) -> None:
         self.outputs = outputs
         self.closed = 0
+        self.stopped = False
 
     async def generate(self):
         try:
@@ -41,8 +44,11 @@ class Engine:
         finally:
             self.closed += 1
 
+    def shutdown(self, timeout=None) -> None:
+        self.stopped = True
 
-def answer(engine, app, method="POST"):
+
+def answer(engine, app, method="POST", state=None):
     """What a client receives: status, headers, pieces of body."""
     sent = []
 
@@ -52,7 +58,7 @@ def answer(engine, app, method="POST"):
     scope = {
         "type": "http",
         "method": method,
-        "app": SimpleNamespace(state=SimpleNamespace(engine_client=engine)),
+        "app": SimpleNamespace(state=state or SimpleNamespace(engine_client=engine)),
     }
     asyncio.run(Refusals(app)(scope, None, send))
     assert [message["type"] for message in sent[1:]] == ["http.response.body"] * (len(sent) - 1)
@@ -169,6 +175,74 @@ def test_engine_client_is_wrapped_once() -> None:
     for _ in range(3):
         assert_refused(*answer(engine, streaming(engine)))
     assert engine.closed == 3
+
+
+def plain(engine, before=lambda: None):
+    """An application that answers with status 500 if the engine fails."""
+
+    async def app(scope, receive, send):
+        try:
+            async for _ in engine.generate():
+                before()
+        except (EngineDeadError, EngineGenerateError, RequestRefused):
+            await head(send, status=500)
+            await body(send, b"{}", more=False)
+            return
+        await head(send)
+        await body(send, b"{}", more=False)
+
+    return app
+
+
+def test_request_that_a_stop_cuts_off_is_told_to_come_again() -> None:
+    engine = Engine(output(), EngineDeadError())
+    state = SimpleNamespace(engine_client=engine)
+    app = plain(engine, before=lambda: engine.shutdown(timeout=30))
+    status, headers, pieces = answer(engine, app, state=state)
+    assert engine.stopped
+    assert status == 503 and int(headers[b"retry-after"]) >= 1
+    assert json.loads(pieces[0])["error"]["code"] == "stopping"
+    # One that comes afterwards does not reach vLLM, which could not even tokenize it.
+    status, headers, pieces = answer(engine, None, state=state)
+    assert status == 503 and int(headers[b"retry-after"]) >= 1
+    assert json.loads(pieces[0])["error"]["code"] == "stopping"
+
+
+@pytest.mark.parametrize("timeout", [0.05, 0])
+def test_request_that_is_not_done_ends_before_the_engine_does(timeout) -> None:
+    engine = Engine()
+    ended = threading.Event()
+    queue = asyncio.Queue()
+    engine.output_processor = SimpleNamespace(propagate_error=queue.put_nowait)
+
+    async def generate():  # like vLLM's, which waits for what is put into the request's queue
+        yield output()
+        await queue.get()
+        ended.set()
+        raise EngineGenerateError
+
+    def shutdown(timeout):  # vLLM kills the engine at the deadline
+        engine.ended_before = timeout and ended.wait(60)
+
+    engine.generate, engine.shutdown = generate, shutdown
+
+    def stop() -> None:
+        asyncio.get_running_loop().run_in_executor(None, lambda: engine.shutdown(timeout=timeout))
+
+    status, headers, pieces = answer(engine, plain(engine, before=stop))
+    assert engine.ended_before == bool(timeout)
+    assert status == 503 and json.loads(pieces[0])["error"]["code"] == "stopping"
+
+
+def test_request_that_finishes_during_a_stop_is_answered() -> None:
+    engine = Engine(output(), output("stop"))
+    app = plain(engine, before=lambda: engine.shutdown(timeout=30))
+    assert answer(engine, app)[0] == 200
+
+
+def test_engine_that_dies_by_itself_is_an_error() -> None:
+    engine = Engine(EngineDeadError())
+    assert answer(engine, plain(engine))[0] == 500
 
 
 def test_answer_without_a_body_is_sent() -> None:

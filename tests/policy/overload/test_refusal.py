@@ -39,6 +39,7 @@ def test_codes_have_the_statuses_that_clients_know() -> None:
         "queue_timeout": 408,
         "dropped": 503,
         "too_large": 400,
+        "stopping": 503,
     }
 
 

@@ -155,6 +155,8 @@ async def ready(request: Request) -> dict[str, bool]:
     needed none; 503 otherwise. A predictor that dies later changes nothing: levels of hints and of
     the instant reader are better than no server, and the alert SemschedPredictorDown tells."""
     state, engine = state_of(request.app), engine_of(request)
+    if state.stopping:
+        raise HTTPException(503, "the server is stopping")
     try:
         await engine.check_health()
         paused = await engine.is_paused()

@@ -16,9 +16,21 @@ from vllm_semantic_sched.engine.guard import guarded
 from vllm_semantic_sched.engine.http.admin import LONGEST_ID, add_routes
 from vllm_semantic_sched.engine.http.dispatch import Dispatch
 from vllm_semantic_sched.engine.http.preparation import UrgentFirst
-from vllm_semantic_sched.engine.http.request_context import Message, RequestContext, incoming
-from vllm_semantic_sched.engine.vllm_api import GenerationError, Unauthorized, encode_with_rank
-from vllm_semantic_sched.policy.overload.refusal import Refusal, refusal_of
+from vllm_semantic_sched.engine.http.request_context import (
+    Message,
+    RequestContext,
+    ServerState,
+    incoming,
+    state_of,
+)
+from vllm_semantic_sched.engine.http.stopping import watch_stop
+from vllm_semantic_sched.engine.vllm_api import (
+    STOPPED_ERRORS,
+    GenerationError,
+    Unauthorized,
+    encode_with_rank,
+)
+from vllm_semantic_sched.policy.overload.refusal import STOPPING, Refusal, refusal_of
 
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Any, Send], Awaitable[None]]
@@ -66,7 +78,7 @@ class Middleware:
 class Refusals:
     """Answers a refused request with its status, Retry-After and an error body with a stable code:
     the head of a response waits for the first part of its body. A stream that is refused after its
-    first token gets the error body as its last event but one."""
+    first token gets the error body as its last event but one. A server that stops refuses all."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -81,6 +93,9 @@ class Refusals:
         token = incoming.set(request)
         try:
             response = _Response(send, request.refusals)
+            if not streamed and state_of(scope["app"]).stopping:
+                await response.refuse({}, STOPPING)
+                return
             await self._app(scope, receive, send if streamed else response.send)
             await response.flush()
         finally:
@@ -108,7 +123,7 @@ class _Response:
             pass
         elif self._head is not None and self._refusals:
             self._replaced = True
-            await self._refuse(self._head, self._refusals[0])
+            await self.refuse(self._head, self._refusals[0])
         else:
             await self.flush()
             if self._refusals and bytes(message.get("body", b"")).startswith(STREAMED_ERROR):
@@ -121,7 +136,8 @@ class _Response:
         if head is not None and not self._replaced:
             await self._send(head)
 
-    async def _refuse(self, head: Message, refusal: Refusal) -> None:
+    async def refuse(self, head: Message, refusal: Refusal) -> None:
+        """Send a refusal, with the headers of `head` that do not contradict it."""
         body = json.dumps(refusal.body()).encode()
         own = {"content-type": "application/json", "content-length": str(len(body))}
         own |= refusal.headers()
@@ -139,18 +155,23 @@ class _Response:
 def watch(app: Any) -> None:
     """Wrap `generate` and `encode` of an application's engine client, once: they tell `UrgentFirst`
     of a request prepared, let `Dispatch` choose its engine, and raise RequestRefused for a refused
-    one."""
+    one, and for one that is not done when the server stops."""
     engine_client = getattr(app.state, "engine_client", None)
     if engine_client is None or getattr(engine_client, "semsched_watched", False):
         return
     dispatch = Dispatch(app)
-    engine_client.generate = _watched(engine_client.generate, dispatch)
+    state = state_of(app)
+    engine_client.generate = _watched(engine_client.generate, dispatch, state)
     if hasattr(engine_client, "encode"):
-        engine_client.encode = _watched(encode_with_rank(engine_client), dispatch)
+        engine_client.encode = _watched(encode_with_rank(engine_client), dispatch, state)
+    if hasattr(engine_client, "shutdown"):
+        watch_stop(engine_client, state)
     engine_client.semsched_watched = True
 
 
-def _watched(call: Callable[..., Outputs], dispatch: Dispatch) -> Callable[..., Outputs]:
+def _watched(
+    call: Callable[..., Outputs], dispatch: Dispatch, state: ServerState
+) -> Callable[..., Outputs]:
     async def outputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
         # Counted here, not before: an iterator that is never started never ends.
         leave = dispatch.prepare(args, kwargs)
@@ -166,6 +187,10 @@ def _watched(call: Callable[..., Outputs], dispatch: Dispatch) -> Callable[..., 
             if (refusal := refusal_of(error)) is None:
                 raise
             raise _refused(refusal) from error
+        except STOPPED_ERRORS as error:
+            if not state.stopping:
+                raise
+            raise _refused(STOPPING) from error
         finally:
             leave()
 

@@ -58,6 +58,7 @@ class ServerState:
     rules: Any = None  # `preparation.PreviewRules`; None: requests are not read ahead
     peers: PeerServers | None = None  # the other API servers
     ready: bool = False  # all predictors have been up
+    stopping: bool = False  # vLLM stops the engines; requests in them may finish
     routes: bool = False  # the routes have been added
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # else nobody keeps them
     lease: asyncio.TimerHandle | None = None  # ends a pause

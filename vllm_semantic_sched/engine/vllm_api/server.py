@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from starlette.datastructures import Headers
 from vllm.config import VllmConfig
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 RANK = "data_parallel_rank"
 """Argument of the engine client's `generate`: the number of the engine; None: vLLM chooses. vLLM
@@ -56,6 +57,16 @@ def encode_with_rank(engine_client: Any) -> Callable[..., AsyncGenerator[Any, No
 
     engine_client.add_request = add
     return ranked
+
+
+STOPPED_ERRORS = (EngineDeadError, EngineGenerateError)
+"""What the engine client's `generate` raises after its engine has stopped, or `end_requests`."""
+
+
+def end_requests(engine_client: Any) -> None:
+    """End all requests of an API server: their `generate` tells the engine and raises one of
+    `STOPPED_ERRORS`."""
+    engine_client.output_processor.propagate_error(RuntimeError("the server is stopping"))
 
 
 def limits_on_all(vllm_config: VllmConfig) -> list[str]:

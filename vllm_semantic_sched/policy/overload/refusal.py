@@ -23,11 +23,18 @@ class Code(enum.Enum):
     QUEUE_TIMEOUT = "queue_timeout"
     DROPPED = "dropped"
     TOO_LARGE = "too_large"
+    STOPPING = "stopping"
 
     @property
     def status(self) -> int:
         """HTTP status."""
-        return {Code.QUEUE_TIMEOUT: 408, Code.DROPPED: 503, Code.TOO_LARGE: 400}.get(self, 429)
+        statuses = {
+            Code.QUEUE_TIMEOUT: 408,
+            Code.DROPPED: 503,
+            Code.TOO_LARGE: 400,
+            Code.STOPPING: 503,
+        }
+        return statuses.get(self, 429)
 
     @property
     def retryable(self) -> bool:
@@ -122,6 +129,9 @@ DROPPED = Refusal(
 TOO_LARGE = Refusal(
     Code.TOO_LARGE, "The prompt and the shortest answer need more KV cache than this server has."
 )
+
+STOPPING = Refusal(Code.STOPPING, "The server is stopping; send the request again.", 5.0)
+"""For a request that comes after a server was told to stop, or is not done by its deadline."""
 
 
 def refusal_of(output: Any) -> Refusal | None:
