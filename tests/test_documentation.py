@@ -17,7 +17,7 @@ import yaml
 from alerts import RULES
 
 import vllm_semantic_sched
-from vllm_semantic_sched.cli import parse
+from vllm_semantic_sched.cli import main, parse
 from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS
 from vllm_semantic_sched.engine.startup.settings import EngineSettings
 from vllm_semantic_sched.policy.config import Policy, load_policy, parse_policy
@@ -171,6 +171,15 @@ def test_semsched_commands_parse(page: Path, capsys) -> None:
             parse(shlex.split(line.partition(" > ")[0], comments=True)[1:])
         except SystemExit:
             pytest.fail(f"{line}\n{capsys.readouterr().err}")
+
+
+def test_plan_of_the_simulator_page_can_be_made(tmp_path, capsys) -> None:
+    compared, *others = command_lines(DOCS / "simulator.md", "semsched plan --policy ")
+    assert not others
+    *words, _ = shlex.split(compared)[1:]  # the folder
+    assert main([*words, str(tmp_path), "--set", "workload.requests=20", "--quiet"]) == 0
+    header = (tmp_path / "plan.csv").read_text().splitlines()[0]
+    assert header == ",fcfs,tiers"
 
 
 @cache

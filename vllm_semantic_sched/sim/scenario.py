@@ -87,10 +87,7 @@ def _set(data: dict[str, Any], path: str, value: Any, source: str) -> None:
 
 def _cell(data: dict[str, Any], point: dict[str, Any], source: str) -> Scenario:
     settings = parse_section(Settings, data, source)
-    policies = {
-        name: _policy(name, content, settings, source)
-        for name, content in settings.schedulers.items()
-    }
+    policies = _policies(settings, source)
     levels = {policy.levels for policy in policies.values()}
     if len(levels) > 1:
         raise PolicyError(f"{source}: schedulers: policies disagree on levels: {sorted(levels)}")
@@ -125,6 +122,24 @@ def _cell(data: dict[str, Any], point: dict[str, Any], source: str) -> Scenario:
         assumed_profile=assumed,
         policies=policies,
     )
+
+
+def _policies(settings: Settings, source: str) -> dict[str, Policy]:
+    """The policy of each scheduler. `fcfs` knows no levels: unless it states some, its requests are
+    counted by those of the others."""
+    policies = {
+        name: _policy(name, content, settings, source)
+        for name, content in settings.schedulers.items()
+    }
+    others = [policy for policy in policies.values() if policy.base != "fcfs"]
+    for name, policy in policies.items():
+        if policy.base != "fcfs" or "levels" in policy.model_fields_set or not others:
+            continue
+        if policy.levels != others[0].levels:
+            levels = {"levels": others[0].levels, "default_level": others[0].default_level}
+            content = levels | settings.schedulers[name]
+            policies[name] = _policy(name, content, settings, source)
+    return policies
 
 
 def _policy(name: str, content: dict[str, Any], settings: Settings, source: str) -> Policy:
