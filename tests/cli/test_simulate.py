@@ -75,7 +75,7 @@ def test_without_bokeh_the_page_is_left_out(tmp_path, capsys, monkeypatch) -> No
     assert main([*command, "--quiet", "--set", "workload.requests=8"]) == 0
     written = capsys.readouterr()
     assert "report.html: not written" in written.err
-    assert 'pip install "vllm-semantic-sched[lab]"' in written.err
+    assert "pip install '.[lab]' in a checkout" in written.err
     assert "report.html" not in written.out and not (tmp_path / "report.html").exists()
     assert (tmp_path / "results.json").is_file()
 
@@ -88,7 +88,7 @@ def test_commands_on_a_server_name_the_extra_that_they_need(
         monkeypatch.setitem(sys.modules, f"vllm_semantic_sched.lab.{name}", None)
     (tmp_path / "file").write_text("")
     assert main([*command, str(tmp_path / "file")]) == 1
-    assert 'pip install "vllm-semantic-sched[lab]"' in capsys.readouterr().err
+    assert "pip install '.[lab]' in a checkout" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

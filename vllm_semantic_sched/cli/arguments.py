@@ -21,6 +21,11 @@ class Failure(Exception):
         self.status = status
 
 
+def installing(extra: str) -> str:
+    """The command that installs the packages of an extra; no registry has this project."""
+    return f"pip install '.[{extra}]' in a checkout of this project"
+
+
 @contextmanager
 def failing(*errors: type[Exception], status: int = 1) -> Iterator[None]:
     """Decorator of a command, or block: any of these errors is a Failure."""
@@ -35,8 +40,7 @@ def _naming_the_extra() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        hint = 'pip install "vllm-semantic-sched[lab]" installs the packages needed'
-        raise Failure(f"{error}; {hint}") from error
+        raise Failure(f"{error}; {installing('lab')} installs the packages needed") from error
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from vllm_semantic_sched.cli.arguments import installing
 from vllm_semantic_sched.lab.report.content import Page
 from vllm_semantic_sched.lab.report.page import FILE_NAME, write_page
 from vllm_semantic_sched.lab.report.tables import make_table
@@ -37,8 +38,7 @@ def save_page(page: Page, folder: Path) -> list[Path]:
         return [write_page(page, folder)]
     except ModuleNotFoundError as error:
         print(
-            f"{FILE_NAME}: not written ({error}); "
-            'pip install "vllm-semantic-sched[lab]" installs what it needs',
+            f"{FILE_NAME}: not written ({error}); {installing('lab')} installs what it needs",
             file=sys.stderr,
         )
         return []

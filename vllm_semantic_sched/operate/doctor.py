@@ -114,7 +114,9 @@ def check_packages() -> Iterator[Finding]:
         wanted = SpecifierSet(importlib.metadata.metadata(_PACKAGE)["Requires-Python"])
     except importlib.metadata.PackageNotFoundError:
         text = f"{_PACKAGE} is not installed, so vLLM does not find its metrics plugin"
-        yield Finding("fault", "packages", text, "pip install it in the server's environment")
+        yield Finding(
+            "fault", "packages", text, "pip install its checkout in the server's environment"
+        )
         return
     python = platform.python_version()
     if python in wanted:
