@@ -114,7 +114,8 @@ class FakeServer:
         if method == "POST":
             self.calls.append(path.removeprefix("/v1/semsched"))
             self.paused = {"/pause": True, "/resume": False}.get(self.calls[-1], self.paused)
-        policy = {"result": "adopted", "version": 3}
+        policy = {"name": "mine.yaml", "base": "semantic", "levels": 3}
+        policy |= {"result": "adopted", "version": 3}
         if self.fingerprint is not None:
             policy["fingerprint"] = self.fingerprint
         if self.calls and self.calls[-1] == "/policy/reload" and method == "POST":
@@ -126,6 +127,8 @@ class FakeServer:
             "ready": self.ready,
             "running": 1,
             "waiting": 2,
+            "kv_connector": "SemanticSwapConnector",
+            "host_pool": 640,
             "policy": policy,
         }
         return 200, json.dumps({"engines": [engine]})

@@ -101,7 +101,7 @@ def test_exception_while_switching_policy_is_reported(scheduler, file, monkeypat
     assert (report["result"], report["version"]) == ("refused", 1)
 
 
-def test_steps_do_not_wait_for_the_file(scheduler, monkeypatch) -> None:
+def test_steps_do_not_wait_for_the_file(scheduler, file) -> None:
     live = scheduler.live_policy
     load, begun, go_on = live.load, threading.Event(), threading.Event()
 
@@ -119,8 +119,12 @@ def test_steps_do_not_wait_for_the_file(scheduler, monkeypatch) -> None:
     assert not done.done()
     go_on.set()
     done.result(timeout=120)
-    assert commands.run(scheduler, "status")["policy"]["result"] == "unchanged"
-    assert commands.run(scheduler, "status")["scheduler"].endswith(".SemanticScheduler")
+    status = commands.run(scheduler, "status")
+    assert status["scheduler"].endswith(".SemanticScheduler")
+    assert status["policy"]["result"] == "unchanged"
+    assert status["policy"]["name"] == str(file)
+    assert (status["policy"]["base"], status["policy"]["levels"]) == ("semantic", 5)
+    assert (status["kv_connector"], status["host_pool"]) == (None, 0)
 
 
 def test_running_requests_are_reordered(scheduler, file) -> None:

@@ -78,12 +78,25 @@ def test_good_set_up_has_no_fault(examine, server) -> None:
         *("Python", "packages", "vLLM", "policy", "profile", "predictor", "KV connector"),
         *("host memory", "shared memory", "port"),
     ]
-    status, lines = examine("--profile", "cpu-2core-small", "--server", server.url)
-    assert status == 0 and lines[-4:] == [
+
+
+def test_running_server_is_asked_what_it_runs_with(examine, server) -> None:
+    status, lines = examine("--server", server.url, policy="")
+    assert status == 0
+    assert [line.split(": ")[1] for line in lines[:4]] == [
+        "Python",
+        "packages",
+        "vLLM",
+        "shared memory",
+    ]
+    connector = "SemanticSwapConnector; 640 KV blocks on the host keep that of preempted requests"
+    assert lines[4:] == [
         f"ok: server: {server.url} answers, vLLM 0.32.0",
         "ok: middleware: the operator's endpoints answer; engines: 1",
         "ok: scheduler: vllm_semantic_sched.engine.scheduler.SemanticScheduler",
         "ok: predictor: up in every engine, or not needed",
+        "ok: policy: mine.yaml: base semantic, 3 levels, version 3 since the start",
+        f"ok: KV connector: {connector}",
     ]
 
 

@@ -201,6 +201,11 @@ class Preemptions:
             if vllm_api.recompute_unloaded(self._scheduler, blocks, failed):
                 self.lose_copies(jobs)
 
+    @property
+    def host_blocks(self) -> int:
+        """KV blocks of the host pool; 0 if preempted requests are recomputed."""
+        return 0 if self.connector is None else self.connector.ledger.pool.slots
+
     def gauges(self) -> dict[str, float]:
         """State of the host pool; updates the counters of measured seconds and of errors."""
         if self._connector is not None:

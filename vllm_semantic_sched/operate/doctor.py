@@ -64,10 +64,17 @@ def examine(
     server: AdminClient | None,  # a running one
 ) -> Iterator[Finding]:
     """Carry out all checks, one after the other; some take seconds. A running server has shown that
-    vLLM and the predictor can be loaded: that is not tried again."""
+    vLLM and the predictor can be loaded: that is not tried again. What it runs with is asked of it:
+    files and options are checked beside it only if they are given."""
     yield from check_packages()
     yield from check_vllm(imports=server is None)
     policy = profile = None
+    if server is not None and policy_name is None and profile_name is None:
+        if kv_transfer is not None:
+            yield from check_connector(kv_transfer, memory=False)
+        yield check_shared_memory()
+        yield from check_server(server, None)
+        return
     override = os.environ.get(POLICY_VARIABLE)
     if override and policy_name not in (None, override):
         text = f"${POLICY_VARIABLE}={override} overrides {policy_name} on a server started here"
@@ -93,7 +100,8 @@ def examine(
         yield Finding("fault", "profile", str(error), advice)
     if policy is not None and (server is None or model is not None):
         yield check_predictor(policy, model)
-    yield from check_connector(kv_transfer, memory=server is None)
+    if server is None or kv_transfer is not None:
+        yield from check_connector(kv_transfer, memory=server is None)
     yield check_shared_memory()
     if server is None:
         yield check_port(_VLLM_PORT)
@@ -370,10 +378,33 @@ def check_server(client: AdminClient, wanted: str | None) -> Iterator[Finding]:
     if any(engine["paused"] for engine in engines):
         advice = "semsched maintenance --action resume"
         yield Finding("warning", "server", "it is paused and starts no requests", advice)
+    for text in dict.fromkeys(map(_policy_of, engines)):
+        yield Finding("ok", "policy", text)
+    for text in dict.fromkeys(map(_connector_of, engines)):
+        yield Finding("ok", "KV connector", text)
     policies = {engine["policy"].get("fingerprint") for engine in engines}
     if wanted is not None and policies != {wanted}:
         text = f"the server runs another policy or profile than the one given ({wanted})"
         yield Finding("warning", "server", text, "semsched policy reload, or restart it with both")
+
+
+def _policy_of(engine: Mapping[str, Any]) -> str:
+    """The policy in force of an engine, from its status."""
+    policy = engine["policy"]
+    text = f"{policy['name']}: base {policy['base']}"
+    if policy["levels"] is not None:
+        text += f", {policy['levels']} levels"
+    return f"{text}, version {policy['version']} since the start"
+
+
+def _connector_of(engine: Mapping[str, Any]) -> str:
+    """The KV connector of an engine, and what becomes of preempted requests' KV."""
+    name = engine["kv_connector"] or "none"
+    if engine["host_pool"]:
+        return (
+            f"{name}; {engine['host_pool']} KV blocks on the host keep that of preempted requests"
+        )
+    return f"{name}; the KV of preempted requests is computed again"
 
 
 def _closed_endpoints(error: AdminError) -> Finding:

@@ -229,7 +229,7 @@ def test_request_that_is_not_done_ends_before_the_engine_does(timeout) -> None:
     def stop() -> None:
         asyncio.get_running_loop().run_in_executor(None, lambda: engine.shutdown(timeout=timeout))
 
-    status, headers, pieces = answer(engine, plain(engine, before=stop))
+    status, _, pieces = answer(engine, plain(engine, before=stop))
     assert engine.ended_before == bool(timeout)
     assert status == 503 and json.loads(pieces[0])["error"]["code"] == "stopping"
 

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from vllm_semantic_sched.engine.live_policy import CanaryDriver, LivePolicy
+from vllm_semantic_sched.engine.startup.settings import parse_settings
 from vllm_semantic_sched.engine.vllm_api import class_name
 from vllm_semantic_sched.policy.canary import Plan
 from vllm_semantic_sched.policy.config.section import PolicyError
@@ -42,13 +43,19 @@ def status(scheduler: Any) -> dict[str, Any]:
     `jobs`: all requests that the policy knows; `levels`: their number per level, most urgent first,
     empty under the base policy `fcfs`; `heap_entries`: what all its heaps store; `ready`: whether
     the predictor is up, or not needed; `kv_free`: share of the KV cache, 0 to 1; `scheduler`: its
-    class.
+    class; `kv_connector`: vLLM's name of it, None without one; `host_pool`: KV blocks of the host
+    pool that preempted requests can use, 0 without one; `policy`: its name or path, base and
+    number of levels, and the latest reload, see `LivePolicy.apply_loaded`.
     """
     running, waiting = scheduler.get_request_counts()
     core: SchedulingCore | None = getattr(scheduler, "core", None)
     jobs = {} if core is None else scheduler.jobs
     by_level = Counter(job.level for job in jobs.values())
-    started = {"result": "started", "version": 1}
+    settings = parse_settings(scheduler.vllm_config.additional_config)
+    reload = {"result": "started", "version": 1}
+    if core is not None:
+        reload = scheduler.live_policy.apply_loaded()
+    transfer = scheduler.vllm_config.kv_transfer_config
     return {
         "engine": scheduler.vllm_config.parallel_config.data_parallel_index,
         "scheduler": class_name(type(scheduler)),
@@ -60,7 +67,14 @@ def status(scheduler: Any) -> dict[str, Any]:
         "heap_entries": stored_entries(),
         "ready": core is None or scheduler.predictions.ready,
         "kv_free": 1.0 - scheduler.kv_cache_manager.usage,
-        "policy": started if core is None else scheduler.live_policy.apply_loaded(),
+        "kv_connector": None if transfer is None else transfer.kv_connector,
+        "host_pool": 0 if core is None else scheduler.preemptions.host_blocks,
+        "policy": {
+            "name": settings.policy,
+            "base": "fcfs" if core is None else core.policy.base,
+            "levels": None if core is None else core.policy.levels,
+            **reload,
+        },
     }
 
 
