@@ -503,6 +503,15 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         """All gauges; brings counters that are counted elsewhere up to date."""
         return gauges_of(self, self._event_log)
 
+    def report(self) -> dict[str, Any] | None:
+        """What is new for the metrics, between two steps; None for nothing. An engine that idles
+        writes no line about itself into the event log."""
+        return self.counters.take_message(
+            lambda: gauges_of(self, self._event_log, describes=bool(self.requests)),
+            monotonic(),
+            idle=True,
+        )
+
 
 class AsyncSemanticScheduler(SemanticScheduler, vllm_api.AsyncScheduler):
     """The same over vLLM's asynchronous scheduler."""

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from chaos import BASE_POLICY, disturb, server_arguments
-from metrics_page import wait_until
+from metrics_page import page_value, wait_until
 from safetensors.torch import save_file
 
 from vllm_semantic_sched.cli import main
@@ -101,7 +101,11 @@ def test_canary_runs_beside_the_policy_and_is_kept_if_told_so(
     text = policy.read_text()
     kept_by_nobody = "share: 0.3, slo: {ttft: 1.0e-6}"
     policy.write_text(text.replace("share: 0.3", kept_by_nobody))
+    reloads = "semsched:policy_reloads_total"
+    before = page_value(server, reloads, result="adopted")
     assert command(server, "policy", "reload") == 0
+    # Without a request in between.
+    assert page_value(server, reloads, result="adopted") == before + 1
     new = tmp_path / "new.yaml"
     new.write_text(policy.read_text() + "preemption: {max_per_request: 1}\n")
     start = ("canary", "start", "--policy", str(new), "--share", "0.9", "--period", "10")

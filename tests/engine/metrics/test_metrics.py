@@ -1,7 +1,9 @@
 """Counters, histograms and gauges from the scheduler to the metrics page."""
 
+import asyncio
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 from alerts import panel_queries
@@ -11,6 +13,7 @@ from monitoring import rule_queries, selectors
 from prometheus_client import REGISTRY, CollectorRegistry, Histogram
 from vllm.v1.metrics.stats import SchedulerStats
 
+from vllm_semantic_sched.engine.http import commands, idle_metrics
 from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS
@@ -237,6 +240,46 @@ tenants: {fair: true}
 """
 # Of the predictor, of KV on the host, of estimates that need either, and of errors.
 ELSEWHERE = ("predictor_", "host_", "profile_", "length_", "predictions", "policy_errors")
+
+
+def test_idle_engine_reports_without_a_request(tmp_path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(TIERS)
+    scheduler = build_scheduler(SemanticScheduler, semantic_sched={"policy": str(path)})
+    engine = str(next(_engines))
+    scheduler.vllm_config.parallel_config.data_parallel_index = int(engine)
+
+    async def call(name, command):
+        return [commands.run(scheduler, command)]
+
+    core = SimpleNamespace(call_utility_all_async=call)
+    client = SimpleNamespace(engine_core=core, call_scheduler=call)
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=client))
+    asyncio.run(idle_metrics.publish(app))
+    assert published(engine, "policy_version") == 1
+    assert published(engine, "ended_requests_total", tier="gold", outcome="completed") == 0
+    path.write_text(TIERS.replace("default_level: 1", "default_level: 2"))
+    commands.run(scheduler, "load_policy").result(timeout=10)
+    commands.run(scheduler, "adopt_policy")
+    asyncio.run(idle_metrics.publish(app))
+    assert published(engine, "policy_version") == 2
+    assert published(engine, "policy_reloads_total", result="adopted") == 1
+    scheduler.log_stats = False  # vLLM's --disable-log-stats
+    assert commands.run(scheduler, "report") == (int(engine), None)
+
+
+def test_older_message_does_not_set_gauges_back() -> None:
+    engine = str(next(_engines))
+    counters = Counters()
+    counters.add("invalid_hints")
+    older = message(counters, {"predictor_queue": 3, "host_copies": 2}, now=1.0)
+    counters.add("invalid_hints")
+    newer = message(counters, {"predictor_queue": 4, "host_copies": 2}, now=2.0)
+    SemanticStatLogger.publish(engine, newer)
+    SemanticStatLogger.publish(engine, older)
+    assert published(engine, "predictor_queue") == 4
+    assert published(engine, "host_copies") == 2
+    assert published(engine, "invalid_hints_total") == 2
 
 
 def test_panels_and_rules_use_series_that_the_scheduler_reports(tmp_path) -> None:

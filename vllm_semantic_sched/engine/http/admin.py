@@ -19,6 +19,7 @@ from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Request
 from vllm_semantic_sched.engine.guard import logged, logger
 from vllm_semantic_sched.engine.http import pausing
 from vllm_semantic_sched.engine.http.commands import UTILITY
+from vllm_semantic_sched.engine.http.idle_metrics import publish, publish_regularly
 from vllm_semantic_sched.engine.http.pausing import Reply, engine_of, show_paused
 from vllm_semantic_sched.engine.http.peer_servers import PeerServers, join_peers
 from vllm_semantic_sched.engine.http.preparation import adopt_rules
@@ -87,13 +88,16 @@ def add_routes(app: FastAPI) -> None:
     app.include_router(probes)
     show_paused(False)
     adopt_rules(app)
-    if other := _other_scheduler(app):
+    other = _other_scheduler(app)
+    if other is not None:
         logger.warning("Semantic scheduling is off: %s.", other)
     with logged("this API server does not know the others"):
         if state.rules:
             state.peers = join_peers(app.state.vllm_config, state.rules.policy.levels)
     if state.peers is not None:
         state.tasks["follow"] = asyncio.create_task(follow_reloads(app, state.peers))
+    if other is None and getattr(app.state, "engine_client", None) is not None:
+        state.tasks["publish"] = asyncio.create_task(publish_regularly(app))
     with logged("the policy file is not watched"):
         vllm_config = getattr(app.state, "vllm_config", None)
         settings = parse_settings(getattr(vllm_config, "additional_config", None))
@@ -116,6 +120,7 @@ async def follow_reloads(app: FastAPI, peers: PeerServers) -> None:
 async def _adopt(app: FastAPI) -> None:
     """Load the rules of a policy that the engines have adopted, here and in other API servers."""
     await _follow(app)
+    await publish(app)
     peers = state_of(app).peers
     if peers is not None:
         peers.tell_reload()

@@ -18,11 +18,13 @@ UTILITY = "semsched"  # name of the utility call; its argument is a command
 
 def run(scheduler: Any, command: str) -> Any:
     """Run a command; what follows a space in it is its argument. Returns plain values, or a future.
-    Raises ValueError for an unknown one, and under `fcfs`, which supports `status` only."""
+    Raises ValueError for an unknown one, and under `fcfs`, which can only tell of itself."""
     name, _, argument = command.partition(" ")
     live: LivePolicy | None = getattr(scheduler, "live_policy", None)
     if name == "status":
         return status(scheduler)
+    if name == "report":
+        return report(scheduler)
     if name == "reading":  # of the request with that id
         return None if live is None else scheduler.readings.find(argument)
     if live is None:
@@ -76,6 +78,16 @@ def status(scheduler: Any) -> dict[str, Any]:
             **reload,
         },
     }
+
+
+def report(scheduler: Any) -> tuple[int, dict[str, Any] | None]:
+    """The engine's number, and what its metrics have to report since the last message (see
+    `Counters.take_message`), None for nothing."""
+    engine: int = scheduler.vllm_config.parallel_config.data_parallel_index
+    if not scheduler.log_stats or getattr(scheduler, "core", None) is None:
+        return engine, None
+    scheduler.canary.drive()
+    return engine, scheduler.report()
 
 
 def _canary(scheduler: Any, command: str, argument: str) -> dict[str, Any]:

@@ -88,7 +88,12 @@ class Counters:
             new_values.append([name, labels, list(counts.items()), self._sums[name, labels]])
         if not (new_counts or new_values or new_gauges):
             return None
-        message = {"counters": new_counts, "histograms": new_values, "gauges": new_gauges}
+        message = {
+            "time": now,
+            "counters": new_counts,
+            "histograms": new_values,
+            "gauges": new_gauges,
+        }
         self._sent = dict(self.totals)
         self._observed.clear()
         self._sums.clear()

@@ -125,15 +125,19 @@ class MeasuredScheduler(Protocol):
         """Preemption and the host pool."""
 
 
-def gauges_of(scheduler: MeasuredScheduler, event_log: EventLog | None) -> Gauges:
-    """The values of all gauges; brings counters that are counted elsewhere up to date."""
+def gauges_of(
+    scheduler: MeasuredScheduler, event_log: EventLog | None, describes: bool = True
+) -> Gauges:
+    """The values of all gauges; brings counters that are counted elsewhere up to date, and, with
+    `describes`, lets the event log describe the engine."""
     core = scheduler.core
     counters = scheduler.counters
     if scheduler.observing and core.overload is not None:
         core.overload.load.slo.advance(scheduler.clock())
     if event_log is not None:
         event_log.report(counters)
-        event_log.engine(lambda: describe(scheduler), monotonic())
+        if describes:
+            event_log.engine(lambda: describe(scheduler), monotonic())
     version = scheduler.live_policy.version
     scale = core.estimates.scale
     gauges: dict[str, Any] = {

@@ -16,6 +16,8 @@ class SemanticStatLogger(vllm_api.StatLoggerBase):
     """One instance per engine. They share the metric objects, which have a label `engine`."""
 
     _metrics: ClassVar[dict[str, Any]] = {}
+    # By gauge, with its labels: the time of the message that set it, on the engine's clock.
+    _set_at: ClassVar[dict[tuple[str, ...], float]] = {}
     through_ray = False
     """Publish on Ray's metrics page instead, where names start `ray_semsched_`. To be set in a Ray
     worker, before an engine starts."""
@@ -31,15 +33,20 @@ class SemanticStatLogger(vllm_api.StatLoggerBase):
         if scheduler_stats is None:
             return
         message = vllm_api.detach_message(scheduler_stats)
-        if message is None:  # another scheduler, or nothing new
-            return
-        self._register()
+        if message is not None:  # else another scheduler, or nothing new
+            self.publish(self._engine, message)
+
+    @classmethod
+    def publish(cls, engine: str, message: Mapping[str, Any]) -> None:
+        """Publish a message of an engine. Messages come with statistics or as answers, so one may
+        overtake another: gauges keep the newest value."""
+        cls._register()
         for name, labels, count in message["counters"]:
             if name in COUNTERS:
-                self._labeled(name, labels).inc(count)
+                cls._labeled(engine, name, labels).inc(count)
         for name, labels, counts, total in message["histograms"]:
-            histogram = self._labeled(name, labels)
-            if self.through_ray:
+            histogram = cls._labeled(engine, name, labels)
+            if cls.through_ray:
                 observe_all(histogram, HISTOGRAMS[name].buckets, dict(counts), total)
                 continue
             # prometheus_client accepts only one value at a time, so this adds to its private
@@ -48,8 +55,10 @@ class SemanticStatLogger(vllm_api.StatLoggerBase):
                 histogram._buckets[index].inc(count)
             histogram._sum.inc(total)
         for name, labels, value in message["gauges"]:
-            if name in GAUGES:
-                self._labeled(name, labels).set(value)
+            series = (engine, name, *labels)
+            if name in GAUGES and message["time"] >= cls._set_at.get(series, -math.inf):
+                cls._set_at[series] = message["time"]
+                cls._labeled(engine, name, labels).set(value)
 
     def log_engine_initialized(self) -> None:
         """No-op: metrics are registered with the first message."""
@@ -65,8 +74,9 @@ class SemanticStatLogger(vllm_api.StatLoggerBase):
         """Add 1 to a counter of the API server itself."""
         cls.in_api_server(name, label).inc()
 
-    def _labeled(self, name: str, labels: list[str]) -> Any:
-        return self._metrics[name].labels(self._engine, *labels)
+    @classmethod
+    def _labeled(cls, engine: str, name: str, labels: list[str]) -> Any:
+        return cls._metrics[name].labels(engine, *labels)
 
     @classmethod
     def _register(cls) -> None:
