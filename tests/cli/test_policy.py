@@ -31,3 +31,32 @@ def test_every_key_is_described_with_its_meaning() -> None:
 def test_errors_begin_with_the_command(words, status, capsys) -> None:
     assert main(words.split()) == status
     assert capsys.readouterr().err.startswith(f"semsched {words.split()[0]}: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "the file is empty"),
+        ("# a template that failed\n", "`{}` stands for all defaults"),
+        ("base: sjf\nlevels: 5\nbase: priority\n", "the key 'base' occurs twice (line 3)"),
+        ("aging:\n  enabled: true\n  enabled: false\n", "'enabled' occurs twice (line 3)"),
+        ("hints: {urgency: cap}\n", "hints.urgency: cap has no effect"),
+    ],
+)
+def test_check_refuses_files_that_do_not_say_what_they_seem_to(
+    tmp_path, capsys, text, words
+) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(text)
+    assert main(["policy", "check", str(path)]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_check_names_keys_without_effect(tmp_path, capsys) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text("base: fcfs\nlevels: 3\ndefault_level: 1\nprotect: {level: 0}\naging: {}\n")
+    assert main(["policy", "check", str(path)]) == 0
+    assert "no effect: aging, protect\n" in capsys.readouterr().out
+    path.write_text("aging: {}\n")
+    assert main(["policy", "check", str(path)]) == 0
+    assert "no effect" not in capsys.readouterr().out

@@ -46,6 +46,9 @@ def run(args: argparse.Namespace) -> None:
         policy = load_policy(args.policy)
         load_profile(policy.profile)
         print(f"{args.policy}: valid, base policy {policy.base}, {policy.levels} levels")
+        if policy.without_effect:
+            keys = ", ".join(policy.without_effect)
+            print(f"warning: base: fcfs is vLLM's own scheduler; no effect: {keys}")
 
 
 def _reload(args: argparse.Namespace) -> None:

@@ -44,6 +44,8 @@ def test_documented_policies_are_shipped() -> None:
         ({"levels": 1, "default_level": 0, "tiers": [{"nme": "a"}]}, ["tiers.0.nme", "'name'"]),
         ({"tiers": [{"name": "a", "slo": {"tft": 1}}]}, ["tiers.0.slo.tft", "'ttft'"]),
         ({"tiers": [{"name": "a"}]}, ["1 entries", "levels: 5"]),
+        ({"hints": {"urgency": "cap"}}, ["hints.urgency", "most_urgent_level", "1 to 4"]),
+        ({"hints": {"priority": "cap"}}, ["hints.priority", "most_urgent_level"]),
         ([1, 2], ["mapping"]),
         ("text", ["mapping"]),
     ],
@@ -74,11 +76,11 @@ def test_files_that_are_not_policies_are_rejected(tmp_path, text: str) -> None:
         load_policy(path)
 
 
-def test_off_is_a_string_and_an_empty_file_gives_the_defaults(tmp_path) -> None:
+def test_off_is_a_string_and_an_empty_mapping_gives_the_defaults(tmp_path) -> None:
     path = tmp_path / "p.yaml"
     path.write_text("admission:\n  over_share: off\npredictor:\n  enabled: true\n")
     assert load_policy(path).admission.over_share == "off"
-    path.write_text("# nothing\n")
+    path.write_text("{}\n")
     assert load_policy(path) == Policy()
 
 

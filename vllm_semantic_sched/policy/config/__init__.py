@@ -19,6 +19,8 @@ from vllm_semantic_sched.policy.config.tiers import Tier
 AUTO = "auto"  # the profile derived from the engine's model and device
 
 _LEVEL_KEYS = ("default_level", "hints.most_urgent_level", "protect.level")
+# Keys that say something about requests in vLLM's own order, too.
+_FCFS_KEYS = frozenset({"base", "levels", "tiers", "default_level"})
 
 
 class Policy(Section):
@@ -70,6 +72,12 @@ class Policy(Section):
             value = operator.attrgetter(name)(self)
             if value is not None and value > last:
                 raise ValueError(f"{name}: {value} is not a level; valid: 0 to {last}")
+        for name in ("urgency", "priority"):
+            if getattr(self.hints, name) == "cap" and not self.hints.most_urgent_level and last:
+                raise ValueError(
+                    f"hints.{name}: cap has no effect with most_urgent_level: 0; valid: "
+                    f"most_urgent_level from 1 to {last}"
+                )
         factor = self.weighted_levels.factor
         if factor is not None and self.base != "semantic":
             raise ValueError(
@@ -122,6 +130,13 @@ class Policy(Section):
         )
 
     @property
+    def without_effect(self) -> tuple[str, ...]:
+        """Keys that were given and change nothing, because vLLM's own scheduler runs."""
+        if self.base != "fcfs":
+            return ()
+        return tuple(sorted(self.model_fields_set - _FCFS_KEYS))
+
+    @property
     def uses_urgency(self) -> bool:
         """Whether the rank depends on the urgency level."""
         return self.base in ("semantic", "priority")
@@ -147,10 +162,10 @@ class Policy(Section):
 
 def load_policy(name_or_path: str | Path) -> Policy:
     """Read a policy by the name of a shipped one (`ems`) or by path. PolicyError if the file is
-    missing, is not YAML, or is invalid."""
+    missing, empty, not YAML, or invalid."""
     data, source = read_config(name_or_path, kind="policy")
-    if data is None:  # an empty file
-        data = {}
+    if data is None:  # what an editor or a template that failed may leave
+        raise PolicyError(f"{source}: the file is empty; `{{}}` stands for all defaults")
     return parse_policy(data, source)
 
 

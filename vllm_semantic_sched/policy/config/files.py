@@ -13,7 +13,20 @@ Kind = Literal["policy", "profile", "domain", "scenario"]
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 without the booleans yes/no/on/off, so that `mode: off` is a string."""
+    """YAML 1.1 without the booleans yes/no/on/off, so that `mode: off` is a string, and without
+    keys that occur twice, of which the last would win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                line = key.start_mark.line + 1
+                problem = f"the key {key.value!r} occurs twice (line {line})"
+                raise yaml.constructor.ConstructorError(problem=problem)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 # By the first letter of a word: what it may be.
