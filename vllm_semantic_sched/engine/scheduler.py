@@ -32,7 +32,7 @@ from vllm_semantic_sched.engine.requests.prediction import PredictionFeed
 from vllm_semantic_sched.engine.requests.queue import SemanticRequestQueue
 from vllm_semantic_sched.engine.snapshot import VllmSnapshot
 from vllm_semantic_sched.engine.startup.auto_profile import engine_profile
-from vllm_semantic_sched.engine.startup.settings import load_settings
+from vllm_semantic_sched.engine.startup.settings import load_settings, parse_settings
 from vllm_semantic_sched.engine.vllm_api import PauseState, Request, SchedulerOutput, VllmConfig
 from vllm_semantic_sched.policy import step
 from vllm_semantic_sched.policy.config import AUTO, Policy
@@ -68,7 +68,11 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         policy = load_settings(vllm_config.additional_config)
         asynchronous = vllm_config.scheduler_config.async_scheduling
         if policy.base == "fcfs":
-            logger.info("Semantic scheduling: base policy fcfs, vLLM's own scheduler.")
+            name = parse_settings(vllm_config.additional_config).policy
+            logger.info("Semantic scheduling: policy %s, base fcfs, vLLM's own scheduler.", name)
+            if policy.without_effect:
+                keys = ", ".join(policy.without_effect)
+                logger.warning("Semantic scheduling: under base: fcfs no effect: %s.", keys)
             asynchronous = asynchronous or issubclass(cls, vllm_api.AsyncScheduler)
             stock = vllm_api.AsyncScheduler if asynchronous else vllm_api.Scheduler
             scheduler = stock(vllm_config, *args, **kwargs)
@@ -162,7 +166,19 @@ class SemanticScheduler(vllm_api.HookedScheduler):
         return self.max_model_len
 
     def _report_settings(self, policy: Policy, profile: EngineProfile) -> None:
-        logger.info("Semantic scheduling: base policy %s, profile %s.", policy.base, profile.source)
+        logger.info(
+            "Semantic scheduling: policy %s, base %s, %d levels, profile %s.",
+            parse_settings(self.vllm_config.additional_config).policy,
+            policy.base,
+            policy.levels,
+            profile.source,
+        )
+        if policy.uses_urgency and "honor" in (policy.hints.urgency, policy.hints.priority):
+            logger.info(
+                "Semantic scheduling: every client may claim level 0 (%s). `hints` in the policy "
+                "limits that, where not all clients are trusted.",
+                policy.tier_names[0],
+            )
         if self.observing:
             logger.info("Semantic scheduling: observing only, in vLLM's own order.")
         if self.scheduler_config.policy == "priority" and policy.hints.priority in ("honor", "cap"):

@@ -73,3 +73,28 @@ def test_priority_policy_of_vllm_warns(tmp_path, scheduling, hints, warned) -> N
     finally:
         logger.removeHandler(handler)
     assert any("priority: vllm" in record.getMessage() for record in records) == warned
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tiers: [{name: red}]\nlevels: 1\ndefault_level: 0\n", "policy {path}, base semantic"),
+        ("tiers: [{name: red}]\nlevels: 1\ndefault_level: 0\n", "may claim level 0 (red)"),
+        ("base: fcfs\naging: {}\n", "policy {path}, base fcfs"),
+        ("base: fcfs\naging: {}\n", "no effect: aging, predictor"),
+    ],
+)
+def test_log_names_the_policy_and_what_to_know_of_it(tmp_path, caplog, text, words) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(text + "predictor: {enabled: false}\n")
+    with caplog.at_level(logging.INFO):
+        build_scheduler(SemanticScheduler, semantic_sched={"policy": str(path)})
+    assert words.format(path=path) in caplog.text
+
+
+def test_log_does_not_warn_where_hints_are_limited(tmp_path, caplog) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text("predictor: {enabled: false}\nhints: {urgency: ignore, priority: ignore}\n")
+    with caplog.at_level(logging.INFO):
+        build_scheduler(SemanticScheduler, semantic_sched={"policy": str(path)})
+    assert "base semantic" in caplog.text and "may claim" not in caplog.text
