@@ -12,15 +12,17 @@ from vllm_semantic_sched.operate.client import AdminError
 class Server:
     """A server whose running requests finish when `drained` is set or a call freezes them."""
 
-    def __init__(self, fails: str = "", drained: bool = True) -> None:
+    def __init__(self, fails: str = "", drained: bool = True, paused: bool = False) -> None:
         self.calls: list[tuple] = []
+        self.paused = paused
         self.fails = fails
         self.drained = threading.Event()
         if drained:
             self.drained.set()
 
     def status(self):
-        return [{"running": 1, "waiting": 2}, {"running": 0, "waiting": 3}]
+        engines = [{"running": 1, "waiting": 2}, {"running": 0, "waiting": 3}]
+        return [engine | {"paused": self.paused} for engine in engines]
 
     def post(self, path, **body):
         return self.call(path, body)
@@ -92,6 +94,16 @@ def test_failure_keeps_pause_only_if_weights_may_be_mixed(
     assert ("stays paused" in message) != resumes
 
 
+LORA = ["load-lora", "--lora-name", "a", "--lora-path", "x"]
+
+
+def test_failure_leaves_a_server_paused_that_was_found_paused(act, capsys) -> None:
+    server = Server(fails="/load_lora_adapter", paused=True)
+    assert act(server, *LORA) == 1
+    assert "/resume" not in [call[0] for call in server.calls]
+    assert "stays paused, as it was before" in capsys.readouterr().err
+
+
 class Interrupted(Server):
     """A server of which one call brings a signal."""
 
@@ -100,7 +112,8 @@ class Interrupted(Server):
         self.at, self.number = path, number
 
     def status(self):
-        self._interrupt("/status")
+        if self.calls:  # not the first look, before the pause
+            self._interrupt("/status")
         return super().status()
 
     def call(self, path, body=None, prefix=None):
@@ -130,6 +143,13 @@ def test_interrupt_leaves_the_server_resumed_or_asleep(
     assert act(server, action) == 130
     paths = [call[0] for call in server.calls]
     assert paths[-len(last) :] == last
+
+
+def test_interrupt_leaves_a_server_paused_that_was_found_paused(act) -> None:
+    server = Interrupted("/status", signal.SIGINT, drained=True)
+    server.paused = True
+    assert act(server, "reload-weights") == 130
+    assert [call[0] for call in server.calls] == ["/pause"]
 
 
 @pytest.mark.parametrize("words", [["load-lora"], ["load-lora", "--lora-name", "a"]])

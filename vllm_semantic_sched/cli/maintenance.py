@@ -73,21 +73,24 @@ def run(args: argparse.Namespace) -> None:
     for number in _INTERRUPTS:
         signal.signal(number, signal.default_int_handler)
     asleep = False
+    ends_pause = False  # if this command is interrupted
     try:
         if action in ("resume", "wake"):
             server.post(f"/{action}")
             return _report(server, "resumed")
+        found_paused = any(engine["paused"] for engine in server.status())
+        ends_pause = not found_paused
         _pause(server, args)
         if action != "pause":
             with _interrupts_held():
-                seconds = _change(server, args)
+                seconds = _change(server, args, found_paused)
                 asleep = action == "sleep"
             if not asleep:
                 print(f"{action}: done in {seconds:.1f} s")
             _report(server, "asleep" if asleep else "resumed")
     except KeyboardInterrupt:
         # A server must not stay paused because this command was ended.
-        if not asleep:
+        if ends_pause and not asleep:
             abandon_pause(server)
         raise
     except AdminError as error:
@@ -124,10 +127,10 @@ def _pause(server: AdminClient, args: argparse.Namespace) -> None:
     _report(server, "paused")
 
 
-def _change(server: AdminClient, args: argparse.Namespace) -> float:
+def _change(server: AdminClient, args: argparse.Namespace, found_paused: bool) -> float:
     """Change the model of the paused server, and resume it unless it goes to sleep. Returns the
     seconds that the change took. If it failed, the server resumes unless it may hold a mix of
-    weights."""
+    weights, or was paused before."""
     start = time.monotonic()
     # Both caches may hold results of the old weights: adapters are known by name alone.
     replaces = args.action == "reload-weights" or args.in_place
@@ -151,6 +154,11 @@ def _change(server: AdminClient, args: argparse.Namespace) -> float:
             raise AdminError(
                 f"{error}\nThe server stays paused, because it may hold a part of the new "
                 "weights. Try again, or resume it with --action resume."
+            ) from error
+        if found_paused:
+            raise AdminError(
+                f"{error}\nThe server stays paused, as it was before. Resume it with --action "
+                "resume (wake, if it sleeps)."
             ) from error
         server.post("/resume")
         raise
