@@ -155,7 +155,7 @@ def test_full_queue_returns_429_with_and_without_streaming(server) -> None:
         answers = [ask(server, path, stream) for path, stream in WAYS for _ in range(2)]
         for answer in answers:
             assert_refused(answer, 429, "over_capacity")
-            assert "2 requests of 2" in answer.error["message"]
+            assert "at most 2 requests may wait" in answer.error["message"]
     for path, stream in WAYS:
         assert ask(server, path, stream).status == 200
 

@@ -76,7 +76,7 @@ def judge(
                 return Verdict(replaced=worst)
             of_tenant = limit.scope is Scope.TENANT
             code = Code.TENANT_OVER_SHARE if of_tenant else Code.OVER_CAPACITY
-            reason = f"{whose} queue is full: {held.queued} requests of {limit.queued}"
+            reason = f"{whose} queue is full: at most {limit.queued} requests may wait"
             return Verdict(code, reason)
     return ADMITTED
 
