@@ -57,7 +57,7 @@ def test_one_frame_shows_servers_and_tiers(server, capsys) -> None:
         "v2",
     ]
     assert row(text, "non-urgent")[:6] == ["non-urgent", "2", "31", "0", "-", "92.4"]
-    assert row(text, "immediate")[5:] == ["0", "s", "100", "0.176", "s", "0.25", "s"]
+    assert row(text, "immediate")[5:] == ["0", "s", "100", "0.175", "s", "0.2", "s"]
     assert "preemptions, since the start: " in text and "recompute 4" in text and "swap 2" in text
     assert "q quit" not in text
 
@@ -109,7 +109,7 @@ def test_json_holds_the_figures_of_the_frame(server, gone, capsys) -> None:
         figures["preemptions"] == {"recompute": 4, "swap": 2}
     )
     assert [tier["waiting"] for tier in figures["tiers"]] == [0, 2, 31]
-    assert figures["tiers"][0]["ttft_p99"] == 0.25 and figures["predictor_queue"] == 7
+    assert figures["tiers"][0]["ttft_p99"] == 0.2 and figures["predictor_queue"] == 7
 
 
 def test_live_view_needs_a_terminal(server, capsys) -> None:
@@ -196,7 +196,7 @@ def test_live_view_shows_figures_and_obeys_keys(server, gone, tmp_path) -> None:
         wait_until(lambda: server.calls[2:] == ["/policy/reload"], terminal)
         wait_until(lambda: "policy adopted, version 3" in terminal.screen, terminal)
         server.page.observe("time_to_first_token_seconds", [100.0] * 5, "non-urgent")
-        wait_until(lambda: "last " in terminal.screen and "119 s" in terminal.screen, terminal)
+        wait_until(lambda: "last " in terminal.screen and "120 s" in terminal.screen, terminal)
         server.page, kept = None, server.page  # it stops answering, and the view goes on
         wait_until(lambda: terminal.screen.count("no answer") == 2, terminal)
         server.page = kept

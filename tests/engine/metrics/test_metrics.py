@@ -21,6 +21,8 @@ from vllm_semantic_sched.engine.scheduler import SemanticScheduler
 from vllm_semantic_sched.engine.vllm_api import attach_message
 from vllm_semantic_sched.engine.vllm_api.capabilities import CARRIER, HOOKS
 from vllm_semantic_sched.lab.bench.standalone import build_scheduler, make_request, run_step
+from vllm_semantic_sched.policy.config import load_policy
+from vllm_semantic_sched.policy.config.files import shipped_names
 
 pytestmark = pytest.mark.engine
 
@@ -137,6 +139,16 @@ def test_metric_names_are_unique_and_end_in_their_unit() -> None:
         for label in m.labels
     }
     assert not labels & {"request", "request_id", "tenant", "user", "engine"}
+
+
+def test_latency_buckets_are_narrow_and_end_at_the_shipped_slos() -> None:
+    for name in ("time_to_first_token_seconds", "e2e_latency_seconds", "queueing_delay_seconds"):
+        bounds = HISTOGRAMS[name].buckets
+        assert all(high <= 2 * low for low, high in itertools.pairwise(bounds) if low >= 0.025)
+        assert all(high <= 5 / 3 * low for low, high in itertools.pairwise(bounds) if low >= 0.1)
+    bounds = HISTOGRAMS["time_to_first_token_seconds"].buckets
+    slos = [tier.slo.ttft for name in shipped_names("policy") for tier in load_policy(name).tiers]
+    assert {slo for slo in slos if slo is not None} <= set(bounds)
 
 
 TIERS = """
