@@ -336,6 +336,27 @@ def test_unknown_names_are_refused_before_vllm_starts(option, capsys) -> None:
     assert "no-such-name" in capsys.readouterr().err
 
 
+def test_event_log_and_model_are_checked_before_vllm_starts(tmp_path, no_gpu, capsys) -> None:
+    no_gpu(False)
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("events: {path: /proc/no/events.jsonl}\n")
+    command = ["serve", "my/model", "--dry-run", "--policy", str(policy)]
+    assert main(command) == 1
+    assert "events.path: cannot write /proc/no/events.jsonl" in capsys.readouterr().err
+    assert main([*command, "--events", str(tmp_path)]) == 1
+    assert "Is a directory" in capsys.readouterr().err
+    log = tmp_path / "new" / "events.jsonl"
+    assert main([*command, "--events", str(log)]) == 0
+    assert not log.parent.exists()  # the server makes it
+    policy.write_text("predictor: {model: /no/such}\n")
+    assert main(command) == 1
+    assert "predictor.model: there is no folder /no/such" in capsys.readouterr().err
+    policy.write_text("predictor: {model: somebody/model-1.0}\n")
+    assert main(command) == 0  # a hub id may be fetched
+    policy.write_text("predictor: {model: /no/such, enabled: false}\n")
+    assert main(command) == 0
+
+
 def test_other_commands_still_refuse_unknown_options(capsys) -> None:
     with pytest.raises(SystemExit):
         main(["policy", "list", "--no-such-option"])

@@ -208,6 +208,17 @@ def test_predictor_model_that_is_none(examine, tmp_path) -> None:
     assert status == 1 and only(lines, "fault").startswith("fault: predictor: predictor.model: ")
 
 
+def test_event_log_that_cannot_be_written(examine, tmp_path) -> None:
+    path = tmp_path / "policy.yaml"
+    log = tmp_path / "events.jsonl"
+    path.write_text(f"base: fcfs\nevents: {{path: {log}/events.jsonl}}\n")
+    status, lines = examine(policy=str(path))
+    assert status == 0 and any("event log: " in line for line in lines)
+    log.write_text("a file, not a folder")
+    status, lines = examine(policy=str(path))
+    assert status == 1 and "Not a directory" in only(lines, "fault")
+
+
 def test_damaged_instant_reader_is_a_warning(monkeypatch, tmp_path) -> None:
     from vllm_semantic_sched.predict import service
 

@@ -29,7 +29,7 @@ import psutil
 from vllm_semantic_sched.cli.arguments import Failure, failing, installing
 from vllm_semantic_sched.engine.startup.dry_run import why_no_connector
 from vllm_semantic_sched.engine.startup.settings import SWAP_CONNECTOR
-from vllm_semantic_sched.operate.doctor import available_memory
+from vllm_semantic_sched.operate.doctor import available_memory, check_event_log, missing_model
 from vllm_semantic_sched.operate.real_model import NoRealModel, make_real_model
 from vllm_semantic_sched.operate.vllm_options import given_options, short_steps, take_option
 from vllm_semantic_sched.policy.config import load_policy
@@ -150,8 +150,12 @@ def _settings_of(args: argparse.Namespace) -> dict[str, Any]:
         events = events or policy.events.path
         if observe and policy.base == "fcfs":
             raise Failure("--observe needs a policy that reads requests, not base: fcfs")
+        if (problem := missing_model(policy)) is not None:
+            raise Failure(problem)
     if args.observe:
         events = events or str(Path(_EVENTS).absolute())
+    if events is not None and (finding := check_event_log(events)).status == "fault":
+        raise Failure(finding.text)
     if args.profile is not None:
         load_profile(args.profile)
     return {

@@ -5,10 +5,12 @@ import json
 import logging
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -41,6 +43,7 @@ _IMPORTS = (
     "vllm_semantic_sched.engine.http.middleware"
 )
 _IMPORT_SECONDS = 300.0
+_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
 class Finding(NamedTuple):
@@ -70,10 +73,7 @@ def examine(
     yield from check_vllm(imports=server is None)
     policy = profile = None
     if server is not None and policy_name is None and profile_name is None:
-        if kv_transfer is not None:
-            yield from check_connector(kv_transfer, memory=False)
-        yield check_shared_memory()
-        yield from check_server(server, None)
+        yield from _check_beside(server, kv_transfer)
         return
     override = os.environ.get(POLICY_VARIABLE)
     if override and policy_name not in (None, override):
@@ -98,8 +98,8 @@ def examine(
     except PolicyError as error:
         advice = "name a shipped profile, or measure one with `semsched profile`"
         yield Finding("fault", "profile", str(error), advice)
-    if policy is not None and (server is None or model is not None):
-        yield check_predictor(policy, model)
+    if policy is not None:
+        yield from _check_parts(policy, model, server)
     if server is None or kv_transfer is not None:
         yield from check_connector(kv_transfer, memory=server is None)
     yield check_shared_memory()
@@ -111,6 +111,24 @@ def examine(
     if given and policy and profile and policy.base != "fcfs":  # fcfs reports no fingerprint
         wanted = fingerprint(policy, profile)
     yield from check_server(server, wanted)
+
+
+def _check_beside(server: AdminClient, kv_transfer: str | None) -> Iterator[Finding]:
+    """The checks of a running server about which nothing else was said."""
+    if kv_transfer is not None:
+        yield from check_connector(kv_transfer, memory=False)
+    yield check_shared_memory()
+    yield from check_server(server, None)
+
+
+def _check_parts(
+    policy: Policy, model: str | None, server: AdminClient | None
+) -> Iterator[Finding]:
+    """The parts of a policy that a server has not shown to work."""
+    if server is None and policy.events.path is not None:
+        yield check_event_log(policy.events.path)
+    if server is None or model is not None:
+        yield check_predictor(policy, model)
 
 
 # Versions
@@ -217,6 +235,31 @@ def check_profile(profile: EngineProfile) -> Iterator[Finding]:
         yield Finding("warning", "profile", text, advice)
     if not warnings:
         yield Finding("ok", "profile", f"{profile.hardware}, {profile.model}")
+
+
+def check_event_log(path: str) -> Finding:
+    """Whether a server started here could write its event log. Leaves nothing behind."""
+    file = Path(path).expanduser().absolute()
+    folder = next(parent for parent in file.parents if parent.exists())
+    try:
+        if file.exists():
+            file.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        text = f"events.path: cannot write {file}: {error.strerror}"
+        return Finding("fault", "event log", text, "name another path, as events.path or --events")
+    return Finding("ok", "event log", f"{file} can be written")
+
+
+def missing_model(policy: Policy) -> str | None:
+    """That the predictor's model is missing, as far as its name tells: a hub id may be fetched."""
+    model = policy.predictor.model
+    if model is None or not policy.reads(hinted=False) or Path(model).is_dir():
+        return None
+    if _HUB_ID.fullmatch(model):
+        return None
+    return f"predictor.model: there is no folder {model}"
 
 
 def check_predictor(policy: Policy, model: str | None) -> Finding:
