@@ -307,7 +307,11 @@ def test_no_model_serves_a_small_one_on_localhost(no_gpu, monkeypatch, capsys) -
     folder = "/var/cache/somebody/semsched/SmolLM2-135M-Instruct"
     assert f"vllm serve {folder} --served-model-name SmolLM2-135M-Instruct" in printed.out
     assert "--host 127.0.0.1 --port 8001" in printed.out
-    assert "curl http://127.0.0.1:8001/v1/chat/completions" in printed.err
+    [request] = [line for line in printed.err.splitlines() if "curl" in line]
+    words = shlex.split(request.removeprefix("# "))
+    assert words[:3] == ["curl", "-i", "http://127.0.0.1:8001/v1/chat/completions"]
+    body = json.loads(words[-1])
+    assert (body["max_tokens"], body["temperature"]) == (40, 0)
     assert '"model": "SmolLM2-135M-Instruct"' in printed.err
 
 

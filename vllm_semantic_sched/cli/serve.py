@@ -205,11 +205,12 @@ def _request(model: str, options: Sequence[str]) -> str:
     name = given.get("--served-model-name") or model
     port = given.get("--port") or "8000"
     content = "he is not breathing and has no pulse"
-    body = {"model": name, "messages": [{"role": "user", "content": content}]}
+    message = {"role": "user", "content": content}
+    body = {"model": name, "max_tokens": 40, "temperature": 0, "messages": [message]}
     key = "--api-key" in given or "VLLM_API_KEY" in os.environ
     header = ' -H "Authorization: Bearer $KEY"' if key else ""
     words = f"-H 'Content-Type: application/json'{header} -d {shlex.quote(json.dumps(body))}"
-    return f"curl http://127.0.0.1:{port}/v1/chat/completions {words}"
+    return f"curl -i http://127.0.0.1:{port}/v1/chat/completions {words}"
 
 
 def launch_of(

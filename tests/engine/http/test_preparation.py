@@ -197,6 +197,38 @@ def test_level_of_a_body(rules, raw, level) -> None:
 
 
 @pytest.mark.parametrize(
+    ("raw", "value"),
+    [
+        (body(3, "he is not breathing"), b"3; hint"),
+        (body(None, "hello", priority=4), b"4; priority"),
+        (body(None, "he is not breathing and has no pulse, help"), b"0; instant"),
+        (body(None, ""), b"2; default"),
+    ],
+)
+def test_answer_says_which_level_the_request_came_with(rules, raw, value) -> None:
+    server = Server(rules)
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": raw, "more_body": False}
+
+    async def send(message):
+        sent.append(message)
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "app": server}
+    asyncio.run(Refusals(UrgentFirst(app))(scope, receive, send))
+    assert (b"x-semsched-level", value) in sent[0]["headers"]
+    server.state.semsched.rules = None  # a policy that does not order by urgency
+    sent.clear()
+    asyncio.run(Refusals(UrgentFirst(app))(scope, receive, send))
+    assert sent[0]["headers"] == []
+
+
+@pytest.mark.parametrize(
     ("header", "raw", "level"),
     [
         (b"1", body(None, "", priority=4), 1),  # as in vLLM, the header overrides the body

@@ -17,6 +17,7 @@ from vllm_semantic_sched.engine.http.admin import LONGEST_ID, add_routes
 from vllm_semantic_sched.engine.http.dispatch import Dispatch
 from vllm_semantic_sched.engine.http.preparation import UrgentFirst
 from vllm_semantic_sched.engine.http.request_context import (
+    LEVEL_HEADER,
     Message,
     RequestContext,
     ServerState,
@@ -92,7 +93,7 @@ class Refusals:
         request = self._begin(scope)
         token = incoming.set(request)
         try:
-            response = _Response(send, request.refusals)
+            response = _Response(send, request)
             if not streamed and state_of(scope["app"]).stopping:
                 await response.refuse({}, STOPPING)
                 return
@@ -108,17 +109,19 @@ class Refusals:
 
 
 class _Response:
-    """Forwards what the application sends, or the refusal in its place."""
+    """Forwards what the application sends, or the refusal in its place, with the level that the
+    request arrived with as a header."""
 
-    def __init__(self, send: Send, refusals: list[Refusal]) -> None:
+    def __init__(self, send: Send, request: RequestContext) -> None:
         self._send = send
-        self._refusals = refusals
+        self._request = request
+        self._refusals = request.refusals
         self._head: Message | None = None
         self._replaced = False
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._head = message
+            self._head = self._with_level(message)
         elif self._replaced:
             pass
         elif self._head is not None and self._refusals:
@@ -130,6 +133,14 @@ class _Response:
                 event = f"data: {json.dumps(self._refusals[0].body())}\n\n"
                 message = {**message, "body": event.encode()}
             await self._send(message)
+
+    @guarded(lambda self, head: head)
+    def _with_level(self, head: Message) -> Message:
+        request = self._request
+        if request.level is None or request.level_from is None:
+            return head
+        value = f"{request.level}; {request.level_from}".encode()
+        return {**head, "headers": [*head.get("headers", ()), (LEVEL_HEADER, value)]}
 
     async def flush(self) -> None:
         head, self._head = self._head, None

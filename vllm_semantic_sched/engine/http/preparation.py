@@ -25,6 +25,7 @@ from vllm_semantic_sched.engine.startup.settings import load_settings
 from vllm_semantic_sched.engine.vllm_api import other_scheduler
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.estimates.decision import read_hints, reading_level
+from vllm_semantic_sched.policy.facts.job import LevelSource
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.predict.instant import InstantReader
 
@@ -49,6 +50,7 @@ class RequestPreview(NamedTuple):
     """What the body of an HTTP request says, before vLLM has prepared the request."""
 
     level: int  # by hint or reading, else the default level
+    level_from: LevelSource = LevelSource.DEFAULT
     reading: Prediction | None = None  # the instant reader's, unless prompts are read one by one
     user: str | None = None  # the OpenAI field
     has_media: bool = False  # preparing it means to fetch or decode pictures or sound
@@ -96,8 +98,10 @@ class PreviewRules:
         hint = read_hints(extra, priority, policy.hints, policy.levels, policy.default_level)
         texts, has_media = read_user(request)
         reading = None
+        level_from = hint.source
         if hint.level is None and self.instant is not None and (text := "\n".join(texts)):
             reading = self.instant.read(text)
+            level_from = LevelSource.DEFAULT if reading is None else LevelSource.INSTANT
         level = reading_level(policy, hint, reading)
         if isinstance(request.get("prompt"), list):  # each becomes a request of its own
             reading = None
@@ -108,6 +112,7 @@ class PreviewRules:
             hints["priority"] = priority
         return RequestPreview(
             level=level,
+            level_from=level_from,
             reading=reading,
             user=user if isinstance(user, str) else None,
             has_media=has_media,
@@ -186,7 +191,8 @@ class UrgentFirst:
             return
         body, receive = await read_ahead(receive)
         preview = self._preview(rules, body, request.priority)
-        request.level, request.reading = preview.level, preview.reading
+        request.level, request.level_from = preview.level, preview.level_from.value
+        request.reading = preview.reading
         request.user, request.hints = preview.user, preview.hints
         if preview.has_media:  # it would hold a slot while a picture is fetched
             await self._app(scope, receive, send)

@@ -15,6 +15,7 @@ from vllm_semantic_sched.policy.overload.refusal import Refusal
 Message = MutableMapping[str, Any]
 
 TENANT_HEADER = b"x-semsched-tenant"  # set by a gateway that has authenticated the client
+LEVEL_HEADER = b"x-semsched-level"  # of the answer
 PLACEMENT_HEADER = b"x-semsched-placement"  # with the value `vllm`, vLLM chooses the engine
 _PRIORITY_HEADER = b"x-vllm-priority"  # vLLM's own
 
@@ -28,6 +29,7 @@ class RequestContext:
     user: str | None = None  # of the OpenAI field, if the body was read
     hints: Mapping[str, Any] | None = None  # `urgency` and `priority`, if the body was read
     level: int | None = None  # by hint or reading, if the body was read
+    level_from: str | None = None  # its origin, see `LevelSource`
     reading: Prediction | None = None  # see `preparation.RequestPreview`
     stock_placement: bool = False  # the client wants vLLM to choose the engine
     refusals: list[Refusal] = field(default_factory=list)  # that occurred while it is answered
