@@ -41,6 +41,20 @@ def test_the_command_prints_tables(alarm, capsys) -> None:
         assert words in printed, words
 
 
+def test_levels_beyond_the_last_tier_share_it(alarm, tmp_path, monkeypatch, capsys) -> None:
+    small_talk = Prediction((0.0, 0.1, 0.9), (0.5, 0.5))
+    monkeypatch.setattr(Alarm, "_one", lambda self, words: small_talk)
+    policy = tmp_path / "mine.yaml"
+    policy.write_text("levels: 2\ndefault_level: 1\ntiers: [{name: red}, {name: blue}]\n")
+    assert main(["explain", "poem", "--policy", str(policy)]) == 0
+    printed = capsys.readouterr().out
+    assert "urgency level 1, blue" in printed
+    rows = [line.split() for line in printed.splitlines()]
+    marked = [words[:3] for words in rows if words[:1] == [">"]]
+    assert marked == [[">", "1", "blue"], [">", "2", "blue"]]
+    assert ["0", "red"] in [words[:2] for words in rows]
+
+
 def test_the_command_prints_json(alarm, capsys) -> None:
     assert main(["explain", "big fire \ud83d", "--json", "--max-tokens", "5"]) == 0
     answer = json.loads(capsys.readouterr().out)

@@ -66,18 +66,20 @@ def run(args: argparse.Namespace) -> None:
 
 def _show(console: Console, explanation: Explanation) -> None:
     console.print(
-        f"[bold]urgency level {explanation.level}[/] (0 is the most urgent), "
+        f"[bold]urgency level {explanation.level}{_named(explanation)}[/] (0 is the most urgent), "
         f"about {explanation.remaining_seconds:.3g} s of engine time"
     )
     for note in explanation.notes:
         console.print(f"[yellow]{note}[/]")
     console.print(f"\nprobability and expected cost of each level; {explanation.rule}")
-    levels = _table("level", "probability", "expected cost")
+    levels = _table("level", "served as", "probability", "expected cost")
     costs = zip(explanation.probabilities, explanation.costs, strict=True)
     for level, (share, cost) in enumerate(costs):
-        decided = level == explanation.level
+        # Several levels of the model may share the policy's last one.
+        decided = explanation.served[level] == explanation.tier
         levels.add_row(
             f"> {level}" if decided else f"{level}",
+            explanation.served[level],
             f"{share:.3f}",
             f"{cost:.2f}",
             _bar(share),
@@ -99,6 +101,11 @@ def _show(console: Console, explanation: Explanation) -> None:
         _show_instant(console, explanation.instant)
     if explanation.second_look:
         _show_second_look(console, explanation.second_look)
+
+
+def _named(explanation: Explanation) -> str:
+    """The name of the level's tier, if it has one."""
+    return "" if explanation.tier == str(explanation.level) else f", {explanation.tier}"
 
 
 def _show_words(console: Console, explanation: Explanation) -> None:

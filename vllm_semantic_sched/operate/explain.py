@@ -79,6 +79,8 @@ class Explanation:
     policy's base uses them."""
 
     level: int  # decided; 0 = most urgent
+    tier: str  # its name
+    served: tuple[str, ...]  # per level of the model: the tier that serves it
     rule: str  # what decided it, in words
     probabilities: tuple[float, ...]  # per level
     costs: tuple[float, ...]  # per level, in levels served too early
@@ -144,9 +146,12 @@ def explain(
     job = core.arrive(draft, 0.0)
     core.predicted(job, prediction)
     again = _second_look(text, predictor, core, job)
+    last = policy.levels - 1
     lengths, tokens = _lengths(prediction, predictor.length_buckets, job.max_output_tokens)
     return Explanation(
         level=job.level,
+        tier=policy.tier_names[job.level],
+        served=tuple(policy.tier_names[min(level, last)] for level in range(len(whole))),
         rule=_rule_in_words(policy, prediction),
         probabilities=whole,
         costs=tuple(expected_costs(whole, policy.decision)),
