@@ -50,5 +50,5 @@ if ! "$semsched" bench make-model "$model" --real; then
     load=(--max-output 256)
     "$semsched" bench make-model "$model"
 fi
-exec "$semsched" bench run --model "$model" --output "$output" --mix even \
+exec "$semsched" bench run --model "$model" --output "$output" --mix rare \
     --requests "$requests" "${load[@]}" --host-gib 0.5 --repeats 0 --quick "${more[@]}"

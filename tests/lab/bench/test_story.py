@@ -1,7 +1,7 @@
 """The sentence and the messages that a comparison's page opens with."""
 
 import pytest
-from fake_results import add_fake_round, fake_comparison, fake_workload
+from fake_results import add_fake_round, fake_comparison, fake_usage, fake_workload
 
 from vllm_semantic_sched.lab.bench.page import gain_in_words, messages_table
 
@@ -20,6 +20,15 @@ WORKLOAD = fake_workload(40)
 def test_sentence_is_right_for_gains_losses_and_ties(paces, said) -> None:
     sentence = gain_in_words(fake_comparison(WORKLOAD, paces).mixes["even"])
     assert all(part in sentence for part in said), sentence
+
+
+@pytest.mark.parametrize(("elsewhere", "told"), [(0.15, True), (0.81, False)])
+def test_busy_machine_gets_a_warning_in_place_of_the_gain(elsewhere, told) -> None:
+    made = fake_comparison(WORKLOAD, {"fcfs": 1.0})
+    add_fake_round(made, WORKLOAD, "semantic", 0.1, usage=fake_usage(elsewhere=elsewhere))
+    sentence = gain_in_words(made.mixes["even"])
+    assert ("10 times sooner" in sentence) == told
+    assert ("used up to 81% of the machine" in sentence) != told
 
 
 def test_no_story_without_reference_or_own_scheduler() -> None:

@@ -47,6 +47,7 @@ _PANELS = {
 """By title: a metric, its statistic that is drawn as bars, and a factor on seconds."""
 
 _SAME = 0.05  # ratios closer to 1 than this are called "about as"
+_BUSY = 0.2  # share of the machine's CPU time that other programs may use
 _SHOWN_URGENT = 3  # messages of urgency 0
 _SHOWN_OTHERS = 1  # messages of each other level
 _MESSAGE_LENGTH = 90  # characters
@@ -84,13 +85,20 @@ def comparison_page(comparison: Comparison, folder: Path) -> Page:
 
 
 def gain_in_words(rows: Rows) -> str:
-    """The gain of the most urgent requests over vLLM's FCFS, and what all pay; may be empty."""
+    """The gain of the most urgent requests over vLLM's FCFS, and what all pay; may be empty. On a
+    machine that was busy with something else: that the figures say little."""
     # The scheduler to speak of: the one that reads texts, else one that is told the urgency.
     own = [row for row in rows.values() if row.scheduler.is_ours]
     row = min(own, key=lambda row: not row.scheduler.reads_text, default=None)
     reference = rows.get("fcfs")
     if reference is None or row is None:
         return ""
+    elsewhere = max(done.usage.elsewhere for each in (reference, row) for done in each.rounds)
+    if elsewhere > _BUSY:
+        return (
+            f"Other programs used up to {elsewhere:.0%} of the machine, so these times say little "
+            "about the schedulers: run it again on a quiet one."
+        )
     before = reference.p99_ttft()
     after = row.p99_ttft()
     ours = mean_waiting(row.records)
