@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_semantic_sched.cli import main
+from vllm_semantic_sched.cli import arguments, main, top
 from vllm_semantic_sched.cli.console import describe_keys
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.section import keys_of
@@ -50,6 +50,21 @@ def test_check_refuses_files_that_do_not_say_what_they_seem_to(
     path.write_text(text)
     assert main(["policy", "check", str(path)]) == 1
     assert words in capsys.readouterr().err
+
+
+def test_check_says_that_a_folder_is_one(tmp_path, capsys) -> None:
+    assert main(["policy", "check", str(tmp_path)]) == 1
+    assert "is a folder" in capsys.readouterr().err
+
+
+def test_server_is_this_machines_unless_one_is_named(capsys, monkeypatch) -> None:
+    for module in (arguments, top):
+        monkeypatch.setattr(module, "LOCAL_SERVER", "127.0.0.1:1")  # http is understood
+    for words in (["top", "--once"], ["maintenance", "--action", "resume"], ["canary", "status"]):
+        assert main(words) == 1
+        printed = capsys.readouterr()
+        assert "http://127.0.0.1:1" in printed.out + printed.err
+        assert "unknown url" not in printed.out + printed.err
 
 
 def test_check_names_keys_without_effect(tmp_path, capsys) -> None:

@@ -99,6 +99,7 @@ def test_commands_on_a_server_name_the_extra_that_they_need(
         (["--set", "nonsense"], "FIELD=VALUE"),
         (["--set", "engine.kv_blocks=1"], "needs"),
         (["--metric", "speed"], "normalized_waiting"),
+        (["--set", "sweep=[{seed: [1, 2]}]", "--set", "seed=3"], "sweep sets this field"),
         (
             ["--metric", "slo_met", "--set", "schedulers.semantic.policy=sjf"],
             "neither the scenario nor a policy",

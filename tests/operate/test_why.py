@@ -129,6 +129,10 @@ def test_unknown_request_and_missing_log_fail(log, capsys) -> None:
     assert main(["why", "cmpl-no", str(log)]) == 2
     assert main(["why", "cmpl-x", str(log.with_name("no.jsonl"))]) == 1
     assert main(["why", "cmpl-x"]) == 2
+    assert main(["why", "/no/file"]) == 2
+    assert "no event log at /no/file" in capsys.readouterr().err
+    assert main(["why", "--level", "9", str(log)]) == 2
+    assert "no request of level 9" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["why", "--last", "soon", str(log)])
 

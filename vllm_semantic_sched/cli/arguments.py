@@ -12,6 +12,8 @@ import yaml
 
 from vllm_semantic_sched.policy.config.section import PolicyError
 
+LOCAL_SERVER = "http://127.0.0.1:8000"  # of vLLM's default port
+
 
 class Failure(Exception):
     """Ends a command with this message and exit status. 2: an option makes no sense."""
@@ -82,15 +84,17 @@ def add_server_arguments(
     parser: argparse.ArgumentParser, required: bool = True, several: bool = False
 ) -> None:
     """Declare the address and the API key of a running server, or the addresses of `several` with
-    the same key."""
+    the same key. Where one is required, it is this machine's by default."""
     add = parser.add_argument
-    example = "for example http://127.0.0.1:8000"
+    text = "address of the server"
+    if required:
+        text += f" (default: {LOCAL_SERVER})"
     add(
         "--server",
         metavar="URL",
-        required=required,
+        default=LOCAL_SERVER if required and not several else None,
         action="append" if several else "store",
-        help=f"{example}; can be repeated" if several else example,
+        help=f"{text}; can be repeated" if several else text,
     )
     add(
         "--api-key",

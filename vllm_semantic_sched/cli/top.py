@@ -25,7 +25,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from vllm_semantic_sched.cli.arguments import Failure, add_server_arguments
+from vllm_semantic_sched.cli.arguments import LOCAL_SERVER, Failure, add_server_arguments
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
 from vllm_semantic_sched.operate.figures import Figures, TierFigures, compute
 from vllm_semantic_sched.operate.watch import ServerState, ServerWatch
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Watch the servers until q or Ctrl-C; with --once 1 if no server answers; 2 without a
     terminal."""
-    watches = [ServerWatch(AdminClient(url, args.api_key)) for url in args.server]
+    watches = [ServerWatch(AdminClient(url, args.api_key)) for url in args.server or [LOCAL_SERVER]]
     if args.once or args.json:
         return _print(watches, args)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):

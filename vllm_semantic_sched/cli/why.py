@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> None:
     request = "" if adds_up else names.pop(0)
     logs = logs_in(map(Path, names))
     if not logs:
-        raise Failure("no event log is named", 2)
+        named = " ".join(names) or request
+        raise Failure(f"no event log at {named}; of a request, give the id and then the log", 2)
     try:
         if adds_up:
             return _print_summary(why.summarize(logs, args.level, args.last), args.level)
@@ -73,6 +74,8 @@ def _print_account(account: why.Account) -> None:
 
 
 def _print_summary(summary: why.Summary, level: int | None) -> None:
+    if not summary.requests:
+        raise Failure(f"no request{'' if level is None else f' of level {level}'} in the log", 2)
     total = summary.seconds.total()
     of_level = "" if level is None else f" of level {level}"
     print(f"{len(summary.requests)} requests{of_level} waited {total:.1f} s in all")

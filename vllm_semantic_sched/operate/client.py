@@ -35,7 +35,7 @@ class AdminClient:
     """Calls the endpoints of `engine/http/admin.py`; `api_key` if the server has one."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self.url = url.rstrip("/")
+        self.url = (url if "://" in url else f"http://{url}").rstrip("/")
         self._api_key = api_key
 
     def status(self, timeout: float | None = None) -> list[dict[str, Any]]:

@@ -52,6 +52,11 @@ def parse_scenarios(
         for path, value in (changes or {}).items():
             _set(data, path, value, source)
     settings = parse_section(Settings, data, source)
+    for axis in settings.sweep:
+        for path in axis.keys() & (changes or {}).keys():
+            raise PolicyError(
+                f"{source}: {path}: the scenario's sweep sets this field; change `sweep` instead"
+            )
     scenarios = []
     for point in _points(settings, source):
         cell = copy.deepcopy(data)

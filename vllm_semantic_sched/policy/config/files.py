@@ -71,6 +71,8 @@ def resolve_config(name_or_path: str | Path, kind: Kind) -> Path:
     path = Path(name_or_path).expanduser()
     if path.is_file():
         return path
+    if path.is_dir():
+        raise PolicyError(f"{kind} {given!r} is a folder; a YAML file is needed")
     near = nearest(given, names)
     hint = f" Did you mean {near}?" if near else ""
     raise PolicyError(
