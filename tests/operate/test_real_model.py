@@ -89,6 +89,13 @@ def test_model_computes_what_the_original_computes(reference, source, tmp_path) 
     ids = torch.tensor([[1, 5, 9, 200, 17, 30]])
     with torch.no_grad():
         assert torch.allclose(model(ids).logits, reference(ids).logits, atol=1e-4)
+    assert model.dtype is torch.float32
+    write_model(source, tmp_path / "small", "bfloat16")
+    small = AutoModelForCausalLM.from_pretrained(tmp_path / "small", dtype="auto")
+    assert small.dtype is torch.bfloat16
+    rounded = small.state_dict()
+    for name, weights in model.state_dict().items():
+        assert torch.equal(rounded[name], weights.bfloat16()), name
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.tokenize("he 12") == ["he", "\u0120", "1", "2"]
     chat = [{"role": "user", "content": "he"}]

