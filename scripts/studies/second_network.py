@@ -2,7 +2,8 @@
 """Train the second network of a model, which reads the texts that the first one doubts.
 
 It starts from all twelve layers of the pretrained encoder, where the first has six, and so makes
-different mistakes; it has the first one's tokenizer and word embeddings. Half of its texts are
+different mistakes; it has the first one's tokenizer and word embeddings. One that exists is trained
+further, and averaged with what it was as validation texts tell. Half of its texts are
 those of `semsched train all`, half are what the first network doubts most: emergencies beside
 requests, and requests, chats and stories that sound like one. Written to MODEL/second.
 """
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 _SCALE = 0.032  # of a round of `semsched train all`
 _COMPOSITIONS = 6500  # in a round
 _RATE = 1.6e-4  # of the encoder
+_FURTHER_RATE = 5e-5  # of one that was trained before
+_FURTHER_HEAD_RATE = 2e-4
+_FROZEN = 4  # its lowest layers, which then stay as they are
 
 
 def second_of(first: Model) -> Model:
@@ -62,18 +66,22 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from vllm_semantic_sched.lab.training.base import load_base
-    from vllm_semantic_sched.lab.training.calibration import calibrate
+    from vllm_semantic_sched.lab.training.calibration import average_for, calibrate
     from vllm_semantic_sched.lab.training.compositions import Draft
     from vllm_semantic_sched.lab.training.fit import Options, fit
     from vllm_semantic_sched.lab.training.mixture import Sources, training_round
     from vllm_semantic_sched.lab.training.stored import save_network
     from vllm_semantic_sched.lab.training.train import calibration_texts
     from vllm_semantic_sched.predict import SECOND
+    from vllm_semantic_sched.predict.weights import load_second
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     sources = Sources.read(args.data, "train")
-    model = second_of(load_base(str(args.model)))
+    first = load_base(str(args.model))
+    known = load_second(args.model, first.network)
+    model = second_of(first) if known is None else first._replace(network=known)
+    before = {name: value.clone() for name, value in model.network.state_dict().items()}
     forms = {
         Draft.before_tasks: 24,
         Draft.between_tasks: 12,
@@ -85,19 +93,35 @@ def run(args: argparse.Namespace) -> int:
         Draft.chat_without_one: 5,
         Draft.chat: 6,
         Draft.written_chat: 17,
+        Draft.long_message: 20,
+        Draft.long_framed: 14,
+        Draft.long_calm: 20,
     }
 
     def texts(number: int) -> list[Example]:
         seed = args.seed * 1000 + number
         rng = random.Random(seed)
         drawn = sources.composer.draw(_COMPOSITIONS, rng, forms)
-        mixed = [*training_round(sources, seed, _SCALE), *drawn]
+        everyday = rng.sample(sources.everyday, len(sources.everyday) // 4)
+        mixed = [*training_round(sources, seed, _SCALE), *drawn, *everyday]
         rng.shuffle(mixed)
         return mixed
 
     options = Options(args.model, str(args.model), args.seed, epochs=10_000, minutes=args.minutes)
-    fit(model, texts, options, encoder_rate=_RATE)
-    calibrate(model, calibration_texts(Sources.read(args.data, "validation"), args.seed))
+    validation = calibration_texts(Sources.read(args.data, "validation"), args.seed)
+    if known is None:
+        fit(model, texts, options, encoder_rate=_RATE)
+    else:
+        fit(
+            model,
+            texts,
+            options,
+            encoder_rate=_FURTHER_RATE,
+            head_rate=_FURTHER_HEAD_RATE,
+            frozen=_FROZEN,
+        )
+        average_for(model, before, validation)
+    calibrate(model, validation)
     save_network(model.network, None, args.model / SECOND)
     print(f"written: {args.model / SECOND}")
     return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from vllm_semantic_sched.lab.training.mixture import written_messages
+from vllm_semantic_sched.lab.training.mixture import everyday_texts, written_messages
 from vllm_semantic_sched.lab.training.wording import composition_parts, written_rows
 
 DATA = Path(__file__).parents[2] / "data"
@@ -89,6 +89,11 @@ def evaluation_texts(language: str) -> list[str]:
     return texts
 
 
+def everyday_evaluation_texts(language: str) -> list[str]:
+    with (DATA / "everyday" / f"{language}.csv").open(newline="", encoding="utf-8") as file:
+        return [row["text"] for row in csv.DictReader(file)]
+
+
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_no_written_training_message_resembles_one_of_these(language):
     # Words of these languages are not set apart: characters in their place, two for a word.
@@ -102,10 +107,16 @@ def test_no_written_training_message_resembles_one_of_these(language):
 
     evaluated = set().union(*(runs(row["text"]) for row in messages(language)))
     composed = set().union(*map(runs, evaluation_texts(language)))
-    vocabularies = [runs(text, word) for text in evaluation_texts(language)]
+    everyday = everyday_evaluation_texts(language)
+    vocabularies = [runs(text, word) for text in (*evaluation_texts(language), *everyday)]
     texts = {row["text"].casefold() for row in messages(language)}
     parts = composition_parts()[language]
     for split in ("train", "validation"):
+        for example in everyday_texts(split, language):
+            words = runs(example.text, word)
+            if len(words) >= 5:
+                most = max(len(words & others) / len(words | others) for others in vocabularies)
+                assert most < 0.6, example.text
         for example in written_messages(split, language):
             assert example.text.casefold() not in texts
             own, words = runs(example.text), runs(example.text, word)

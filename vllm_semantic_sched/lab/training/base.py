@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from vllm_semantic_sched.lab.training.stored import Precision, save_network
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets
 from vllm_semantic_sched.predict import SECOND, SHIPPED_WEIGHTS, weights_file
+from vllm_semantic_sched.predict.instant import Glance
 from vllm_semantic_sched.predict.model import WindowTokenizer
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier
 from vllm_semantic_sched.predict.weights import load_network
@@ -52,7 +53,7 @@ def load_base(name: str) -> Model:
 
 def load_tokenizer(folder: Path) -> WindowTokenizer:
     """The tokenizer whose files are in a model's folder."""
-    return WindowTokenizer(AutoTokenizer.from_pretrained(folder))
+    return WindowTokenizer(AutoTokenizer.from_pretrained(folder), glance=Glance.load(folder))
 
 
 def base_folder(name: str) -> Path:

@@ -1,20 +1,28 @@
 """Makes texts in which a message is one part among others, in every language.
 
-An emergency keeps its level before, after and between everyday tasks, in a pasted block, and in any
-turn of a chat until it is over. A quoted, invented or finished one is level 4, and what a text
-claims about its own urgency changes nothing. texts/compositions holds the parts of each language.
+An emergency keeps its level before, after and between everyday tasks, in a pasted block, in the
+middle of a long text about something else, and in any turn of a chat until it is over. A quoted,
+invented or finished one is level 4, and what a text claims about its own urgency changes nothing.
+texts/compositions and texts/long.yaml hold the parts of each language.
 """
 
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass, field, replace
+from typing import Self, TypeVar
 
 from vllm_semantic_sched.lab.datasets import Split
 from vllm_semantic_sched.lab.evaluation.examples import Example
 from vllm_semantic_sched.lab.training import messages
 from vllm_semantic_sched.lab.training.noise import hasty, without_marks
-from vllm_semantic_sched.lab.training.wording import Parts, composition_parts, fill, surroundings
+from vllm_semantic_sched.lab.training.wording import (
+    Parts,
+    composition_parts,
+    fill,
+    long_texts,
+    surroundings,
+)
 
 # A message's level is drawn with these weights: emergencies are what compositions hide.
 _LEVEL_WEIGHTS = (6, 4, 1.5, 1, 0)
@@ -29,8 +37,15 @@ _ENDED = 0.3
 _OPENED = 0.35
 _AROUND = ("records", "pastes")  # what surrounds a text, by name in `Parts`
 _SURROUNDED = (5, 4, 1)  # weights of messages, tasks and invented emergencies there
+# Of long texts: where somebody's message stands, and how many texts are one after the other.
+_PLACES = ("middle", "start", "end")
+_PLACE_WEIGHTS = (6, 1, 2)
+_CARRIERS = (5, 3, 1)  # weights of one, two, three
+_UNIT_END = re.compile(r"(?<=[.?!…])\s+|(?<=[。！？।۔])|\n+")
+_ASKED = 0.5  # of the calm long texts: beside a task
 _CLAIMED = 0.06  # compositions that claim an urgency, which says nothing about theirs
 _ENDS = ".!?…。！？।؟ "
+_Text = TypeVar("_Text")
 Forms = Mapping[Callable[["Draft"], Example], float]  # of a composition; how often each is drawn
 
 
@@ -41,6 +56,8 @@ class Composer:
     parts: Mapping[str, Parts]  # by language
     written: Mapping[str, Sequence[Sequence[str]]]  # messages by language and level
     prompts: Sequence[str]  # everyday ones in English
+    calm: Sequence[str] = ()  # long texts, see `LongTexts`
+    carriers: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -58,6 +75,11 @@ class Composer:
             parts={language: _in_split(of_language, split) for language, of_language in parts},
             written=by_level,
             prompts=[prompt for prompt in prompts if len(prompt) <= _LONGEST_TASK],
+            calm=_part_of(long_texts().calm, split),
+            carriers={
+                language: _part_of(texts, split)
+                for language, texts in long_texts().carriers.items()
+            },
         )
 
     def draw(self, count: int, rng: random.Random, forms: Forms | None = None) -> list[Example]:
@@ -288,6 +310,62 @@ class Draft:
         turns = self.tasks(5, 2, 1)
         return self.in_chat([*turns, *(turn[2:] for turn in kept)], int(kept[-1][0]))
 
+    def long_message(self) -> Example:
+        """A message that somebody typed into a long text, mostly in its middle."""
+        text, level = self.message()
+        return Example(self.within_long(self.typed(text)), level)
+
+    def long_framed(self) -> Example:
+        """An emergency that is not happening now in a long text."""
+        return Example(self.within_long(self.framed()), 4)
+
+    def long_calm(self) -> Example:
+        """A long text full of words of emergencies, or without any, at times beside a task."""
+        rng = self.rng
+        (count,) = rng.choices((1, 2, 3), _CARRIERS)
+        texts = [
+            self.calm() if rng.random() < 0.75 else "\n".join(self.carrier()) for _ in range(count)
+        ]
+        if rng.random() < _ASKED:
+            texts.insert(rng.choice((0, len(texts))), self.task())
+        return Example("\n\n".join(texts), 4)
+
+    def within_long(self, text: str) -> str:
+        """A long text with `text` between two of its sentences or lines, or at an end."""
+        rng = self.rng
+        if rng.random() < 0.3:
+            units = [unit for unit in _UNIT_END.split(self.calm()) if unit]
+        else:
+            units = self.carrier()
+        place = rng.choices(_PLACES, _PLACE_WEIGHTS)[0]
+        at = 0 if place == "start" else len(units)
+        if place == "middle" and len(units) > 2:
+            at = rng.randint(1, len(units) - 1)
+        units.insert(at, text)
+        if rng.random() < _ASKED:
+            units.insert(rng.choice((0, len(units))), self.task())
+        return rng.choice(("\n", "\n", " ", "\n\n")).join(units)
+
+    def calm(self) -> str:
+        """A long text of no emergency that sounds like one."""
+        return self.rng.choice(self.composer.calm or [self.framed()])
+
+    def carrier(self) -> list[str]:
+        """Lines of one to three long texts without words of emergencies, or of tasks."""
+        rng = self.rng
+        kind = rng.random()
+        if kind < 0.2:
+            return [self.task() for _ in range(rng.randint(4, 12))]
+        if kind < 0.3:
+            return [messages.source_code(rng) for _ in range(rng.randint(2, 5))]
+        language = self.language if rng.random() < 0.6 else "en"
+        texts = self.composer.carriers.get(language) or self.composer.carriers.get("en")
+        if not texts:
+            return [self.task() for _ in range(rng.randint(4, 12))]
+        (count,) = rng.choices((1, 2, 3), _CARRIERS)
+        chosen = rng.sample(texts, min(count, len(texts)))
+        return [line for text in chosen for line in text.splitlines() if line.strip()]
+
 
 def _perhaps_claimed(example: Example, rng: random.Random) -> Example:
     if rng.random() >= _CLAIMED:
@@ -311,6 +389,9 @@ _FORMS: Forms = {
     Draft.chat_that_is_over: 15,
     Draft.chat_that_begins_again: 5,
     Draft.chat_without_one: 12,
+    Draft.long_message: 34,
+    Draft.long_framed: 16,
+    Draft.long_calm: 22,
 }
 
 
@@ -318,9 +399,13 @@ def _in_split(parts: Parts, split: Split) -> Parts:
     """The texts of each kind that belong to a split: every fifth to validation, all if too few."""
     kept = {}
     for name, texts in parts:
-        if split == "train":
-            chosen = [text for place, text in enumerate(texts) if place % 5 != 4]
-        else:
-            chosen = texts[4::5]
-        kept[name] = tuple(chosen or texts)
+        kept[name] = _part_of(texts, split)
     return Parts(**kept)
+
+
+def _part_of(texts: Sequence[_Text], split: Split) -> tuple[_Text, ...]:
+    if split == "train":
+        chosen = [text for place, text in enumerate(texts) if place % 5 != 4]
+    else:
+        chosen = [*texts[4::5]]
+    return tuple(chosen or texts)

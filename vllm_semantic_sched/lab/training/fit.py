@@ -29,7 +29,7 @@ _BATCH = 32
 _LARGER = 16
 _FASTER = 3.0
 ENCODER_RATE = 1.2e-4
-_HEAD_RATE = 1e-3
+HEAD_RATE = 1e-3
 # Rate of a layer over that of the layer above it: the lower ones hold what a word means in every
 # language, which labels that are mostly English must not disturb.
 _LAYER_DECAY = 0.85
@@ -63,6 +63,7 @@ def fit(
     options: Options,
     *,
     encoder_rate: float = ENCODER_RATE,
+    head_rate: float = HEAD_RATE,
     frozen: int = 0,
     teacher: UrgencyLengthClassifier | None = None,
     after_round: Callable[[], object] = lambda: None,
@@ -71,7 +72,8 @@ def fit(
 
     Args:
         round_examples: the examples of a round, given its number; as many in every round.
-        encoder_rate: learning rate of the encoder.
+        encoder_rate: learning rate of the encoder's highest layer.
+        head_rate: learning rate of the heads.
         frozen: number of the encoder's lowest layers that stay as they are.
         teacher: network with the same tokenizer and heads.
         after_round: called after each complete round.
@@ -86,7 +88,7 @@ def fit(
     if on_accelerator:
         size *= _LARGER
         encoder_rate *= _FASTER
-    optimizer = _optimizer(network, encoder_rate, frozen)
+    optimizer = _optimizer(network, encoder_rate, head_rate, frozen)
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     started = time.monotonic()
     step = 0
@@ -167,14 +169,14 @@ def _earth_movers_distance(own: Tensor, aim: Tensor) -> Tensor:
 
 
 def _optimizer(
-    network: UrgencyLengthClassifier, encoder_rate: float, frozen: int
+    network: UrgencyLengthClassifier, encoder_rate: float, head_rate: float, frozen: int
 ) -> torch.optim.Optimizer:
     network.distilbert.embeddings.requires_grad_(False)
     layers = network.distilbert.transformer
     layers.requires_grad_(True)
     layers.layer[:frozen].requires_grad_(False)
     heads = [value for name, value in network.named_parameters() if "distilbert." not in name]
-    groups = [{"params": heads, "lr": _HEAD_RATE}]
+    groups = [{"params": heads, "lr": head_rate}]
     groups += [
         {"params": [*layer.parameters()], "lr": encoder_rate * _LAYER_DECAY**depth}
         for depth, layer in enumerate(reversed(layers.layer[frozen:]))

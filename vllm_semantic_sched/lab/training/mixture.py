@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from vllm_semantic_sched.lab.datasets import (
     Split,
@@ -27,7 +27,13 @@ from vllm_semantic_sched.lab.training.noise import (
     with_task,
     without_marks,
 )
-from vllm_semantic_sched.lab.training.wording import capital, choose, surroundings, written_rows
+from vllm_semantic_sched.lab.training.wording import (
+    capital,
+    choose,
+    everyday_rows,
+    surroundings,
+    written_rows,
+)
 
 _Item = TypeVar("_Item")
 
@@ -41,6 +47,7 @@ _VOICED_VISITS = (600, 1500, 2000, 1500, 900)
 # those of all other languages.
 _WRITTEN = 14_000
 _WRITTEN_ELSEWHERE = 30_000
+_EVERYDAY = 24_000
 _CLAIMED_ELSEWHERE = 0.05
 _MESSAGES_PER_LEVEL = (2600, 2800, 2500, 2300, 1500)
 _PROMPTS_OF_LAST_LEVEL = {
@@ -52,7 +59,7 @@ _PROMPTS_OF_LAST_LEVEL = {
 _PROMPTS = 9600
 _MEDICAL_QUESTIONS = 4500
 _COMPOSED = 8000
-_COMPOSITIONS = 80_000
+_COMPOSITIONS = 105_000
 
 # Not Alpaca, whose license forbids commercial use.
 _PROMPT_FILES = ("dolly_3k.json",)
@@ -70,12 +77,13 @@ class Sources:
     questions: tuple[TextLength, ...]
     written: tuple[Example, ...] = ()
     written_elsewhere: tuple[Example, ...] = ()
+    everyday: tuple[Example, ...] = ()
     composer: Composer = field(default_factory=lambda: Composer({}, {}, ()))
 
     def part(self, share: float) -> Self:
         """About a share of the records of each kind, evenly spread, but no fewer than 20."""
-        parts = {}
-        for name in ("visits", "prompts", "questions", "written", "written_elsewhere"):
+        parts: dict[str, Any] = {}
+        for name in ("visits", "prompts", "questions", "written", "written_elsewhere", "everyday"):
             records = getattr(self, name)
             step = min(round(1 / share), len(records) // _FEWEST)
             parts[name] = records[:: max(1, step)]
@@ -87,6 +95,8 @@ class Sources:
         pairs = instruction_pairs(root, _PROMPT_FILES)
         prompts = tuple(pair for pair in pairs if pair.split == split)
         written = {language: written_messages(split, language) for language in written_rows()}
+        everyday = {language: everyday_texts(split, language) for language in everyday_rows()}
+        both = {language: [*rows, *everyday[language]] for language, rows in written.items()}
         questions = tuple(pair for pair in medical_questions(root) if pair.split == split)
         asked = [pair.text for pair in (*prompts, *questions[::_QUESTION_STEP])]
         elsewhere = (rows for language, rows in written.items() if language != "en")
@@ -96,29 +106,40 @@ class Sources:
             questions=questions,
             written=tuple(written["en"]),
             written_elsewhere=tuple(itertools.chain.from_iterable(elsewhere)),
-            composer=Composer.of(split, written, asked),
+            everyday=tuple(itertools.chain.from_iterable(everyday.values())),
+            composer=Composer.of(split, both, asked),
         )
 
 
 def written_messages(split: Split, language: str) -> list[Example]:
     """The messages written one by one in a language: four fifths in the training split, the others
     in the validation split, none in the test split."""
+    return _of_split(written_rows()[language], split)
+
+
+def everyday_texts(split: Split, language: str) -> list[Example]:
+    """The same of everyday texts and of alarms and hints that sound like them."""
+    return _of_split(everyday_rows().get(language, ()), split)
+
+
+def _of_split(rows: Sequence[tuple[str, int]], split: Split) -> list[Example]:
     if split == "test":
         return []
-    rows = (Example(text, level) for text, level in written_rows()[language])
-    return [row for row in rows if (split_of(row.text) == "train") == (split == "train")]
+    examples = (Example(text, level) for text, level in rows)
+    return [row for row in examples if (split_of(row.text) == "train") == (split == "train")]
 
 
 def written_texts() -> dict[str, list[str]]:
     """Texts of the training split by language."""
-    return {
-        language: [message.text for message in written_messages("train", language)]
-        for language in written_rows()
-    }
+    texts = {}
+    for language in written_rows():
+        examples = written_messages("train", language) + everyday_texts("train", language)
+        texts[language] = [example.text for example in examples]
+    return texts
 
 
 def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Example]:
-    """About 210,000 shuffled examples (times `scale`); another seed renders them differently."""
+    """About 250,000 shuffled examples (times `scale`); another seed renders them differently."""
     rng = random.Random(seed)
 
     def some(items: Sequence[_Item], count: int) -> list[_Item]:
@@ -138,7 +159,8 @@ def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Exam
         examples += [Example(with_noise(text, rng), level) for text in texts]
     written = some(sources.written, _WRITTEN)
     examples += [Example(noisy(message.text, rng), message.level) for message in written]
-    for message in some(sources.written_elsewhere, _WRITTEN_ELSEWHERE):
+    foreign = some(sources.written_elsewhere, _WRITTEN_ELSEWHERE)
+    for message in [*foreign, *some(sources.everyday, _EVERYDAY)]:
         text = without_marks(message.text, rng)
         if rng.random() < _CLAIMED_ELSEWHERE:
             text = rng.choice(surroundings().claims) + text

@@ -110,6 +110,13 @@ class Parts(Section):
     chats: tuple[tuple[_Turn, ...], ...]  # user turns, oldest first, each after its level and " "
 
 
+class LongTexts(Section):
+    """Long prompts (texts/long.yaml)."""
+
+    calm: _Texts  # full of words of emergencies, of which none happens now
+    carriers: dict[str, _Texts]  # by language: other long texts, each unit on a line of its own
+
+
 class Person(NamedTuple):
     """Whom a message is about, as the speaker calls them."""
 
@@ -148,6 +155,20 @@ def written_rows() -> Mapping[str, Sequence[tuple[str, int]]]:
     their language."""
     paths = sorted((_TEXTS / "written").glob("*.csv"))
     return {path.stem: [(row["text"], int(row["level"])) for row in _rows(path)] for path in paths}
+
+
+@functools.cache
+def everyday_rows() -> Mapping[str, Sequence[tuple[str, int]]]:
+    """The same of what people send beside requests for help (small talk, posts, orders), of alarms
+    that machines send, and of pleas in hints, which sound alike."""
+    paths = sorted((_TEXTS / "everyday").glob("*.csv"))
+    return {path.stem: [(row["text"], int(row["level"])) for row in _rows(path)] for path in paths}
+
+
+@functools.cache
+def long_texts() -> LongTexts:
+    """Parts of long prompts."""
+    return read_texts(_TEXTS / "long.yaml", LongTexts)
 
 
 @functools.cache
