@@ -10,7 +10,8 @@ import pytest
 from aiohttp import ClientSession
 from aiohttp.test_utils import TestServer
 
-from vllm_semantic_sched.fleet.annotate.annotator import Annotator, make_app
+from vllm_semantic_sched.fleet.annotate.annotator import Annotator, Reader, make_app
+from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.predict.instant import InstantReader
 
 URGENT = "my father collapsed, he is not breathing and has no pulse"
@@ -57,9 +58,9 @@ def test_error_gives_the_defaults_and_is_logged_once(monkeypatch, caplog) -> Non
     assert sum("annotate failed" in one.message for one in caplog.records) == 1
 
 
-def post(annotator, *bodies: bytes):
+def post(annotator, *bodies: bytes, reader=None):
     async def all_of_them():
-        async with TestServer(make_app(annotator)) as server, ClientSession() as session:
+        async with TestServer(make_app(annotator, reader)) as server, ClientSession() as session:
             answers = []
             for body in bodies:
                 async with session.post(server.make_url("/annotate"), data=body) as answer:
@@ -69,6 +70,39 @@ def post(annotator, *bodies: bytes):
             return answers
 
     return asyncio.run(all_of_them())
+
+
+class Predictor:
+    """Level 1 for everything; fails for one text. Keeps the texts of each call."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+
+    def predict(self, texts) -> list[Prediction]:
+        self.calls.append([*texts])
+        if "broken" in texts:
+            raise RuntimeError("no reading")
+        return [Prediction((0.0, 1.0, 0.0, 0.0, 0.0)) for _ in texts]
+
+
+def test_predictor_decides_and_instant_reader_stands_in_for_it(annotator) -> None:
+    bodies = [{"text": CALM}, {"text": CALM, "vllm_xargs": {"urgency": 3}}, {"text": "broken"}, {}]
+    answers = post(
+        annotator, *(json.dumps(body).encode() for body in bodies), reader=Reader(Predictor())
+    )
+    read = [json.loads(text) for _, text in answers]
+    assert [(one["level"], one["source"]) for one in read[:2]] == [(1, "prediction"), (3, "hint")]
+    assert [one["source"] for one in read[2:]] == ["instant", "default"]
+    assert read[0]["provisional"]["urgency"][1] < 0.9  # still the instant reader's
+
+
+def test_texts_that_wait_are_read_together() -> None:
+    async def read(reader: Reader) -> None:
+        await asyncio.gather(*(reader.read(str(number)) for number in range(20)))
+
+    predictor = Predictor()
+    asyncio.run(read(Reader(predictor)))
+    assert [len(call) for call in predictor.calls] == [16, 4]
 
 
 def test_endpoint_answers_with_level_length_and_reading(annotator) -> None:

@@ -1,21 +1,32 @@
-"""Reads level and expected output length from a request, with the instant reader alone; also as a
-stateless HTTP endpoint."""
+"""Reads level and expected output length from a request, with the instant reader and, over HTTP,
+with the predictor."""
 
+from __future__ import annotations
+
+import asyncio
+import importlib.util
 import json
 import sys
 from collections import Counter
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from aiohttp import web
 
-from vllm_semantic_sched.engine.guard import guarded
+from vllm_semantic_sched.engine.guard import guarded, logger
 from vllm_semantic_sched.engine.http.preparation import read_user
 from vllm_semantic_sched.fleet.gateways import GATEWAYS
 from vllm_semantic_sched.policy.config import Policy, load_policy
-from vllm_semantic_sched.policy.estimates.decision import read_hints, reading_level
+from vllm_semantic_sched.policy.estimates.decision import (
+    predicted_level,
+    read_hints,
+    reading_level,
+)
 from vllm_semantic_sched.policy.estimates.length import DEFAULT_TOKENS, expected_output_tokens
-from vllm_semantic_sched.policy.facts.prediction import Prediction
+from vllm_semantic_sched.policy.facts.prediction import MAX_BATCH, Prediction
 from vllm_semantic_sched.predict.instant import InstantReader
+
+if TYPE_CHECKING:
+    from vllm_semantic_sched.predict.model import TextPredictor
 
 # As in the HTTP server of vLLM: larger bodies hold pictures or whole books.
 _LARGEST_BODY = 2**18  # bytes; aiohttp answers larger ones with 413
@@ -24,9 +35,10 @@ _LARGEST_BODY = 2**18  # bytes; aiohttp answers larger ones with 413
 class Annotation(NamedTuple):
     """The level and the length of a request."""
 
-    level: int  # of its hint, else of the reading, else the default one
+    level: int  # of its hint, else of the predictor, else of the reading, else the default one
     tokens: float  # expected output
     reading: Prediction | None  # the instant reader's, provisional; None without a text
+    source: str  # of the level: `hint`, `priority`, `prediction`, `instant` or `default`
 
 
 class Annotator:
@@ -44,12 +56,19 @@ class Annotator:
         return cls(loaded, InstantReader.load(loaded.predictor.model))
 
     def _default(self, request: dict[str, Any]) -> Annotation:
-        return Annotation(self.policy.default_level, float(DEFAULT_TOKENS), None)
+        return Annotation(self.policy.default_level, float(DEFAULT_TOKENS), None, "default")
+
+    @staticmethod
+    def text_of(request: dict[str, Any]) -> str:
+        """The text of `{"text": ...}` or of an OpenAI request; empty without one."""
+        given = request.get("text")
+        return given if isinstance(given, str) else "\n".join(read_user(request)[0])
 
     @guarded(_default)
-    def annotate(self, request: dict[str, Any]) -> Annotation:
+    def annotate(self, request: dict[str, Any], prediction: Prediction | None = None) -> Annotation:
         """Annotate `{"text": ...}` or an OpenAI request. Never raises; a request that cannot be
-        read gets the default level and length."""
+        read gets the default level and length. `prediction`: the predictor's, if it has read the
+        text."""
         policy = self.policy
         hint = read_hints(
             request.get("vllm_xargs"),
@@ -58,11 +77,16 @@ class Annotator:
             policy.levels,
             policy.default_level,
         )
-        given = request.get("text")
-        text = given if isinstance(given, str) else "\n".join(read_user(request)[0])
+        text = self.text_of(request)
         reading = self._instant.read(text) if text and self._instant is not None else None
-        level = reading_level(policy, hint, reading)
-        return Annotation(level, self._tokens(request, reading), reading)
+        if hint.level is not None:
+            level, source = hint.level, hint.source.value
+        elif prediction is not None and not prediction.unreadable:
+            level, source = predicted_level(policy, prediction), "prediction"
+        else:
+            level = reading_level(policy, hint, reading)
+            source = "default" if reading is None or reading.unreadable else "instant"
+        return Annotation(level, self._tokens(request, prediction or reading), reading, source)
 
     def _tokens(self, request: dict[str, Any], reading: Prediction | None) -> float:
         given = (request.get("max_completion_tokens"), request.get("max_tokens"))
@@ -73,12 +97,15 @@ class Annotator:
         buckets = self._instant.length_buckets
         return expected_output_tokens(reading.length, buckets, 0, "mean", limit)
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The annotation as plain values, with the fields for each gateway."""
-        annotation = self.annotate(request)
+    def answer(
+        self, request: dict[str, Any], prediction: Prediction | None = None
+    ) -> dict[str, Any]:
+        """The annotation as plain values, with the fields for each gateway; see `annotate`."""
+        annotation = self.annotate(request, prediction)
         reading = annotation.reading
         return {
             "level": annotation.level,
+            "source": annotation.source,
             "tokens": round(annotation.tokens, 1),
             "provisional": reading and {"urgency": reading.urgency, "length": reading.length},
             "gateways": {
@@ -88,8 +115,50 @@ class Annotator:
         }
 
 
-def make_app(annotator: Annotator) -> web.Application:
-    """POST /annotate, and GET /health. A body that is not a JSON object gets status 400."""
+class Reader:
+    """Reads texts with the predictor on a thread of its own, those that wait together."""
+
+    def __init__(self, predictor: TextPredictor) -> None:
+        self._predictor = predictor
+        self._waiting: list[tuple[str, asyncio.Future[Prediction | None]]] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def read(self, text: str) -> Prediction | None:
+        """The prediction for a text; None if reading fails."""
+        answer: asyncio.Future[Prediction | None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((text, answer))
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._read_waiting())
+        return await answer
+
+    async def _read_waiting(self) -> None:
+        while self._waiting:
+            batch = self._waiting[:MAX_BATCH]
+            del self._waiting[:MAX_BATCH]
+            texts = [text for text, _ in batch]
+            predictions: list[Prediction | None]
+            try:
+                predictions = [*await asyncio.to_thread(self._predictor.predict, texts)]
+            except Exception as error:
+                logger.warning("annotate: a text was not read: %s: %s", type(error).__name__, error)
+                predictions = [None] * len(batch)
+            for (_, answer), prediction in zip(batch, predictions, strict=True):
+                if not answer.done():  # its client may have gone
+                    answer.set_result(prediction)
+
+
+def load_reader(policy: Policy) -> Reader | None:
+    """The predictor of a policy; None if it reads no texts, or torch is not installed."""
+    if not policy.predictor.enabled or importlib.util.find_spec("torch") is None:
+        return None
+    from vllm_semantic_sched.predict.model import TextPredictor
+
+    return Reader(TextPredictor.load(policy.predictor.model, policy.predictor.threads))
+
+
+def make_app(annotator: Annotator, reader: Reader | None = None) -> web.Application:
+    """POST /annotate, and GET /health. A body that is not a JSON object gets status 400. `reader`:
+    None for the instant reader alone."""
 
     async def annotate(request: web.Request) -> web.Response:
         try:
@@ -98,7 +167,9 @@ def make_app(annotator: Annotator) -> web.Application:
             body = None
         if not isinstance(body, dict):
             return web.json_response({"error": "the body must be a JSON object"}, status=400)
-        return web.json_response(annotator.answer(body))
+        text = annotator.text_of(body)
+        prediction = await reader.read(text) if reader is not None and text else None
+        return web.json_response(annotator.answer(body, prediction))
 
     async def health(request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
