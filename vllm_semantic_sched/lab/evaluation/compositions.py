@@ -92,6 +92,16 @@ def _compositions(parts: CompositionParts, foreign: Sequence[str]) -> Iterator[t
     for index, text in enumerate(parts.framed):
         yield "framed", Example(text, 4)
         yield "framed and task", Example(f"{text} {tasks[index % len(tasks)]}", 4)
+    # Longer than what is read at once: all tasks, twice, around a text.
+    around = [*tasks, *tasks]
+    for place, texts, level in (
+        ("within a long text", parts.emergencies, 0),
+        ("framed within a long text", parts.framed, 4),
+    ):
+        for index, text in enumerate(texts):
+            middle = len(around) // 4 + index % (1 + len(around) // 2)
+            long = " ".join([*around[:middle], text, *around[middle:]])
+            yield place, Example(long, level)
     typed = [("surrounded", text, 0) for text in parts.emergencies]
     typed += [("surrounded task", text, 4) for text in tasks]
     for (place, text, level), form in zip(typed, itertools.cycle(parts.surroundings), strict=False):
