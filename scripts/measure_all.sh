@@ -95,7 +95,6 @@ step price semsched simulate --scenario price --workers 2 --output "$output/pric
 step frontier scripts/studies/frontier.py --workers 2 --output "$output/frontier"
 step reproduction scripts/studies/reproduction.py --workers 2
 step corrections scripts/studies/corrections.py
-step second-look scripts/studies/second_look.py --output "$output/second-look"
 step order scripts/studies/order.py --output "$output/order" --quiet
 for device in a100:128 h100:256; do
     step "device-${device%:*}" scripts/studies/device_load.py --profile "${device%:*}" \

@@ -14,6 +14,9 @@ class Alarm:
 
     length_buckets = LengthBuckets((50,), (10.0, 200.0))
 
+    def part_read(self, text) -> str:
+        return text
+
     def predict(self, texts) -> list[Prediction]:
         return [self._one(text.split()) for text in texts]
 
@@ -90,28 +93,12 @@ def test_the_shipped_model_is_explained(capsys) -> None:
     assert sum(answer["probabilities"]) == pytest.approx(1, abs=1e-4)
 
 
-@pytest.mark.parametrize(("urgent", "raises_to"), [(0.99, 0), (0.9, None)])
-def test_second_look_shows_parts_and_what_raised_the_level(
-    alarm, capsys, monkeypatch, tmp_path, urgent, raises_to
-) -> None:
-    text = f"{'calm words ' * 60} big fire {'calm words ' * 60}"
-    monkeypatch.setattr(Alarm, "_one", lambda self, words: reading(words, text.split(), urgent))
-    arguments = ["explain", text]
+def test_what_is_read_of_a_long_text_is_shown(alarm, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(Alarm, "part_read", lambda self, text: "calm ... big fire ... calm")
+    arguments = ["explain", f"{'calm words ' * 60} big fire {'calm words ' * 60}"]
     assert main([*arguments, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    found = [part for part in answer["second_look"] if "big fire" in part["text"]]
-    assert {part["raises_to"] for part in found} == {raises_to}
-    assert answer["level"] == (1 if raises_to is None else raises_to)
+    assert answer["read"] == "calm ... big fire ... calm" and answer["word_count"] == 6
+    assert answer["words"][0]["word"] == "fire"
     assert main(arguments) == 0
-    printed = capsys.readouterr().out
-    assert f"urgency level {answer['level']}" in printed and "second look" in printed
-    policy = tmp_path / "once.yaml"
-    policy.write_text("predictor: {second_look: false}\n")
-    assert main([*arguments, "--json", "--policy", str(policy)]) == 0
-    assert not json.loads(capsys.readouterr().out)["second_look"]
-
-
-def reading(words: list[str], whole: list[str], urgent: float) -> Prediction:
-    """The fire is lost in the whole text."""
-    urgent = urgent if "fire" in words and len(words) < len(whole) // 2 else 0.0
-    return Prediction((urgent, 1 - urgent), (0.5, 0.5))
+    assert "read of the text, which is long:\ncalm ... big fire" in capsys.readouterr().out

@@ -75,7 +75,6 @@ ENGINE = {
     "policy/step.py",
     "predict/instant.py",
     "predict/process.py",
-    "predict/second_look.py",
     "predict/service.py",
     "predict/window.py",
 }

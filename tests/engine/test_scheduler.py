@@ -26,7 +26,6 @@ from vllm_semantic_sched.lab.bench.standalone import (
 )
 from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
-from vllm_semantic_sched.predict.second_look import SecondLooks
 
 pytestmark = pytest.mark.engine
 
@@ -267,8 +266,6 @@ class StubService:
     def __init__(self, *answers) -> None:
         self.answers = list(answers)
         self.submitted: list[tuple] = []
-        self.second_looks = SecondLooks()
-        self.again: list[tuple] = []
 
     def drain(self) -> list:
         answers, self.answers = self.answers, []
@@ -280,9 +277,6 @@ class StubService:
 
     def cancel(self, request_id) -> None:
         pass
-
-    def look_again(self, request_id, level, key, text) -> None:
-        self.again.append((request_id, level, key[0], text()))
 
 
 def test_late_prediction_is_applied_when_it_arrives(policy) -> None:
@@ -303,12 +297,12 @@ def test_late_prediction_is_applied_when_it_arrives(policy) -> None:
 class StubTokenizer:
     """Decodes every prompt to one text."""
 
-    def __init__(self, text: str, most: int = 512) -> None:
+    def __init__(self, text: str) -> None:
         self.text = text
-        self.most = most
+        self.decoded: list[int] = []  # tokens of each call
 
     def decode(self, token_ids) -> str:
-        assert len(token_ids) <= self.most
+        self.decoded.append(len(token_ids))
         return self.text
 
 
@@ -335,8 +329,13 @@ def test_provisional_level_gives_a_seat_until_corrected(policy, monkeypatch) -> 
     run_step(scheduler)
     feed.tokenizer.text = "0"
     add(scheduler, "urgent", output_tokens=50, prompt_tokens=600)
-    # By default, to serve level 3 last costs 1, and level 0 four levels of 12.
-    assert service.submitted == [("calm", "3", -1.0), ("urgent", "0", -48.0)]
+    # By default, to serve level 3 last costs 1, and level 0 four levels of 12. All of the long
+    # prompt is decoded for the predictor, by its own thread.
+    calm, (name, text, order) = service.submitted
+    assert calm == ("calm", "3", -1.0)
+    assert feed.tokenizer.decoded[1:] == [512]  # the instant reader sees its ends
+    assert (name, text(), order) == ("urgent", "0", -48.0)
+    assert feed.tokenizer.decoded[1:] == [512, 600]
     job = scheduler.jobs["urgent"]
     assert (job.level, job.level_source.value) == (0, "instant")
     run_step(scheduler)
@@ -349,38 +348,6 @@ def test_provisional_level_gives_a_seat_until_corrected(policy, monkeypatch) -> 
     assert counters.total("instant_predictions") == 2
     assert counters.total("corrected_levels", "lowered") == 1
     assert counters.total("requests", "instant") == 2
-    finish_all(scheduler)
-    assert_clean(scheduler)
-
-
-def test_second_look_at_a_long_prompt_gives_it_a_seat(policy, monkeypatch) -> None:
-    scheduler = build(policy(), max_num_seqs=1)
-    observed: list[str] = []
-    monkeypatch.setattr(
-        scheduler.counters, "observe", lambda name, *value_and_label: observed.append(name)
-    )
-    feed = scheduler.predictions
-    service = feed.service = StubService()
-    feed.tokenizer = StubTokenizer("words", most=4096)
-    add(scheduler, "calm", output_tokens=50)
-    add(scheduler, "hidden", output_tokens=50, prompt_tokens=600)
-    add(scheduler, "hinted", output_tokens=50, prompt_tokens=600, urgency=4)
-    run_step(scheduler)
-    not_urgent = Prediction((0.0, 0.0, 0.0, 0.0, 1.0))
-    service.answers = [("calm", not_urgent), ("hidden", not_urgent)]
-    run_step(scheduler)
-    assert service.again == [("hidden", 4, False, "words")]  # all of "calm" was seen
-    urgent = Prediction((1.0, 0.0, 0.0, 0.0, 0.0), again=True)
-    service.answers = [("hidden", urgent), ("hinted", urgent), ("gone", urgent)]
-    service.second_looks.ended[True] = 1
-    run_step(scheduler)
-    assert running(scheduler) == ["hidden"]
-    assert scheduler.jobs["hidden"].level_source.value == "second_look"
-    assert scheduler.jobs["hinted"].level == 4
-    scheduler.gauges()
-    assert scheduler.counters.total("second_looks", "yes") == 1
-    assert scheduler.counters.total("failed_predictions") == 0
-    assert observed.count("prediction_latency_seconds") == 2  # of the first readings
     finish_all(scheduler)
     assert_clean(scheduler)
 

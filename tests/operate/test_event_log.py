@@ -71,22 +71,6 @@ def test_table_counts_requests_preemptions_and_times(log, tmp_path, capsys) -> N
     assert "1 lines could not be read" in printed and "1 recompute, 1 swap" in printed
 
 
-def test_raised_requests_count_at_their_new_level(tmp_path, capsys) -> None:
-    read = [event(0.1 * at, "call", "queued", None, 4, level_from="prediction") for at in (0, 1)]
-    raised = event(0.2, "call", "queued", "queued", 1, level_from="second_look")
-    end = event(1.0, "call", "completed", "queued", 1, level_from="second_look")
-    log = tmp_path / "events.jsonl"
-    for lines, expected in (
-        ([*read, raised, end], ("tier1", 1)),
-        ([*read, STORY[0]], ("tier4", 0)),
-    ):
-        log.write_text("".join(lines))
-        assert main(["trace", str(log), "--output", str(tmp_path)]) == 0
-        (row,) = json.loads((tmp_path / "summary.json").read_text())
-        assert (row["tier"], row["raised"]) == expected
-        assert ("by a second look" in capsys.readouterr().out) == bool(row["raised"])
-
-
 def test_page_has_the_table_and_the_seats(log, tmp_path) -> None:
     main(["trace", str(log), "--output", str(tmp_path)])
     page = read_page(tmp_path / "report.html")

@@ -7,7 +7,6 @@ from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.facts.decision import DEFAULT_DECISION, Decision
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.profile.formula import load_profile
-from vllm_semantic_sched.predict.second_look import MOST_PARTS
 
 PROFILE = load_profile("default")
 
@@ -20,6 +19,9 @@ class Alarm:
     def __init__(self, decision: Decision = DEFAULT_DECISION) -> None:
         self.calls: list[list[str]] = []
         self.decision = decision
+
+    def part_read(self, text) -> str:
+        return text
 
     def predict(self, texts) -> list[Prediction]:
         self.calls.append(list(texts))
@@ -84,9 +86,8 @@ def test_a_long_text_costs_a_bounded_number_of_predictions() -> None:
     predictor = Alarm()
     text = " ".join(["fire", *(f"word{number}" for number in range(20_000)), "big"])
     result = explained(text, reader=predictor)
-    texts, parts = predictor.calls
-    assert len(texts) == 129 and result.occluded == 128 and result.word_count == 20_002
-    assert len(parts) <= MOST_PARTS  # of the second look
+    (texts,) = predictor.calls
+    assert len(texts) == 130 and result.occluded == 128 and result.word_count == 20_002
     assert {one.position for one in result.words[:2]} == {0, 20_001}
 
 

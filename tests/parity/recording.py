@@ -13,7 +13,6 @@ from vllm_semantic_sched.policy.facts.job import Credit, Job
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.orders import Orders
 from vllm_semantic_sched.policy.record.lifecycle import Transition
-from vllm_semantic_sched.predict.second_look import SecondLooks
 
 BUCKETS = LengthBuckets((10, 30), (6.0, 20.0, 45.0))
 
@@ -211,15 +210,11 @@ class ScriptedPredictor:
     """Stands for `PredictionService`: answers each text a few steps later, some with None."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.second_looks = SecondLooks()
         self._random = random.Random(7)
         self._due: list[tuple[int, str]] = []
         self._calls = 0
         self.pending = self.cached = self.restarts = 0
         self.up = True
-
-    def look_again(self, *args: Any) -> None:
-        """No second looks."""
 
     def start(self, known: LengthBuckets | None = None) -> LengthBuckets:
         return BUCKETS

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -431,3 +432,44 @@ def test_text_that_fails_does_not_cost_its_batch_the_reading() -> None:
     answer = worker._answer(Reader(), {"id": 3, "texts": ["a", "bad", "c"]})
     assert answer["urgency"] == [(1.0, 0.0), None, (1.0, 0.0)]
     assert "cannot read this" in worker._answer(Reader(), {"id": 4, "texts": ["bad"]})["error"]
+
+
+def test_process_that_ends_while_idle_is_restarted(start, monkeypatch) -> None:
+    monkeypatch.setattr(service_module, "_WATCH", 0.01)
+    service = start()
+    service._process.kill()
+    deadline = time.monotonic() + 60
+    while not (service.restarts and service.up):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    service.submit("a", "help")
+    assert wait_for(service, 1)["a"].urgency == (1.0, 0.0)
+
+
+def test_long_prompt_is_made_on_another_thread_and_remembered(start) -> None:
+    threads: list[str] = []
+
+    def whole() -> str:
+        threads.append(threading.current_thread().name)
+        return "help"
+
+    service = start()
+    service.submit("a", whole)
+    assert wait_for(service, 1)["a"].urgency == (1.0, 0.0)
+    assert threads == ["semsched-predict"]
+    service.submit("b", whole)  # has to be made to be known again
+    service.submit("c", "help")
+    wait_for(service, 2)
+    assert service.cached == 2 and len(service.passes()) == 1
+
+
+def test_long_prompt_that_cannot_be_made_costs_only_its_own_reading(start) -> None:
+    def broken() -> str:
+        raise RuntimeError("Already borrowed")
+
+    service = start()
+    service.submit("a", broken)
+    service.submit("b", "help")
+    results = wait_for(service, 2)
+    assert results["a"] is None and results["b"].urgency == (1.0, 0.0)
+    assert service.restarts == 0

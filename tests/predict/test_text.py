@@ -3,6 +3,7 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from vllm_semantic_sched.predict.instant import Glance
 from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS, WindowTokenizer
 from vllm_semantic_sched.predict.window import clean
 
@@ -56,3 +57,18 @@ def test_padding_is_masked(shipped):
 def test_a_window_without_room_is_refused(shipped):
     with pytest.raises(ValueError, match="window of 3"):
         WindowTokenizer(shipped, window=3)
+
+
+def test_an_emergency_in_the_middle_of_a_long_text_is_seen(shipped) -> None:
+    glance = Glance.load(SHIPPED_WEIGHTS)
+    tokenizer = WindowTokenizer(shipped, glance=glance)
+    calm = "the meeting of the garden club was moved to thursday and we need more chairs. " * 60
+    emergency = "my father just collapsed and he is not breathing, what do i do."
+    text = f"please shorten these minutes. {calm}{emergency} {calm}thank you very much."
+    (row,) = tokenizer.encode([text])
+    assert len(row) <= 128
+    said = tokenizer.part_read(text)
+    assert said.startswith("please shorten") and said.endswith("thank you very much.")
+    assert emergency in said and " ... " in said
+    assert emergency not in WindowTokenizer(shipped).part_read(text)
+    assert tokenizer.part_read("he fell") == "he fell"

@@ -2,12 +2,21 @@
 
 from random import Random
 
+import numpy
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vllm_semantic_sched.predict import window
-from vllm_semantic_sched.predict.window import clean, cut_text, user_turns
+from vllm_semantic_sched.predict.window import (
+    LONGEST_SAID,
+    PART,
+    chosen_places,
+    clean,
+    cut_text,
+    said_text,
+    user_turns,
+)
 
 CHATML = (
     "<|im_start|>system\nYou triage heart attacks.<|im_end|>\n"
@@ -125,3 +134,50 @@ def test_ends_of_a_long_text_are_those_of_the_clean_text(text, room) -> None:
 def test_turns_without_words_are_left_out(text) -> None:
     turns = user_turns(text)
     assert turns == [text] or all(map(clean, turns))
+
+
+def suspicion(count: int, *peaks: int) -> numpy.ndarray:
+    """Of a text of `count` wordpieces: parts that begin at `peaks` are suspicious, most the first
+    one."""
+    values = numpy.zeros(count - PART + 1, dtype=numpy.float32)
+    for rank, peak in enumerate(peaks):
+        values[peak] = 9 - rank
+    return values
+
+
+def test_head_tail_and_the_most_suspicious_parts_are_read() -> None:
+    is_end = numpy.zeros(1000, dtype=bool)
+    is_end[[495, 699]] = True
+    places = chosen_places(suspicion(1000, 500, 700, 300), is_end, room=126)
+    assert len(places) == 126 and places == sorted(set(places))
+    assert places[:30] == [*range(30)] and places[-30:] == [*range(970, 1000)]
+    middle = places[30:-30]
+    # Each from the start of its sentence, if that is near; there is room for two.
+    assert middle == [*range(496, 529), *range(700, 733)]
+
+
+def test_part_beside_the_head_leaves_room_for_another() -> None:
+    is_end = numpy.zeros(1000, dtype=bool)
+    places = chosen_places(suspicion(1000, 10, 500, 700), is_end, room=126)
+    assert {*range(500, 524)} <= set(places) and 700 in places and len(places) == 126
+
+
+@given(
+    st.integers(127, 600),
+    st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=9),
+    st.lists(st.integers(0, 599), max_size=40),
+)
+def test_no_more_is_read_than_there_is_room(count, values, ends) -> None:
+    is_end = numpy.zeros(600, dtype=bool)
+    is_end[ends] = True
+    drawn = numpy.resize(numpy.array(values, dtype=numpy.float32), count - PART + 1)
+    places = chosen_places(drawn, is_end[:count], room=126)
+    assert places == sorted(set(places)) and 60 <= len(places) <= 126
+    assert places[0] == 0 and places[-1] == count - 1
+
+
+def test_everything_the_user_says_is_looked_through() -> None:
+    long = "word " * 5000
+    text = f"<|im_start|>user\n{long}<|im_end|>\n<|im_start|>assistant\nno<|im_end|>"
+    assert said_text(text) == long.strip()
+    assert len(said_text("x " * 100_000)) <= LONGEST_SAID + 1

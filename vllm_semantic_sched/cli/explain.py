@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import gc
 import json
-from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -21,7 +20,7 @@ from vllm_semantic_sched.cli.arguments import failing, positive
 from vllm_semantic_sched.cli.console import make_console
 from vllm_semantic_sched.engine.startup.settings import DEFAULT_POLICY
 from vllm_semantic_sched.lab.report.tables import make_table
-from vllm_semantic_sched.operate.explain import Explanation, InstantPart, PartRead, explain
+from vllm_semantic_sched.operate.explain import Explanation, InstantPart, explain
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.profile.formula import load_profile
 
@@ -71,6 +70,9 @@ def _show(console: Console, explanation: Explanation) -> None:
     )
     for note in explanation.notes:
         console.print(f"[yellow]{note}[/]")
+    if explanation.shortened:
+        console.print("\nread of the text, which is long:")
+        console.print(explanation.read, markup=False)
     console.print(f"\nprobability and expected cost of each level; {explanation.rule}")
     levels = _table("level", "served as", "probability", "expected cost")
     costs = zip(explanation.probabilities, explanation.costs, strict=True)
@@ -99,8 +101,6 @@ def _show(console: Console, explanation: Explanation) -> None:
         _show_words(console, explanation)
     if explanation.instant is not None:
         _show_instant(console, explanation.instant)
-    if explanation.second_look:
-        _show_second_look(console, explanation.second_look)
 
 
 def _named(explanation: Explanation) -> str:
@@ -123,15 +123,6 @@ def _show_words(console: Console, explanation: Explanation) -> None:
             f"{weight.probability:+.3f}",
             _bar(abs(weight.log_odds) / heaviest),
         )
-    console.print(table)
-
-
-def _show_second_look(console: Console, parts: Sequence[PartRead]) -> None:
-    console.print("\nsecond look, while the request waits, at what the first reading did not see:")
-    table = _table("part", "level 0 or 1", "raises to", words=1)
-    for part in parts:
-        raises = "-" if part.raises_to is None else f"level {part.raises_to}"
-        table.add_row(Text(part.text), f"{part.urgent:.3f}", raises, "")
     console.print(table)
 
 

@@ -20,7 +20,6 @@ from vllm_semantic_sched.policy.record.spans import chrome_trace
 
 _MOST_FINDINGS = 20  # printed
 _COUNTS = ("completed", "cancelled", "failed", "refused", "unfinished")
-_NOTES = {"held": "held: in all", "raised": "raised: requests, by a second look"}
 _TIMES = {"queueing delay": "queueing_delay", "TTFT": "ttft", "E2E": "e2e"}
 
 
@@ -102,9 +101,9 @@ def _verify(paths: list[Path]) -> int:
 
 
 def _print(rows: list[dict[str, Any]], written: list[Path], unreadable: int, drawn: int) -> None:
-    seen = [name for name in _NOTES if any(row[name] for row in rows)]
+    seen = ["held"] if any(row["held"] for row in rows) else []
     columns = ("level", "tier", "requests", *_COUNTS, "preemptions", *seen, *_TIMES)
-    title = ", ".join(("seconds: p50 / p99", *(_NOTES[name] for name in seen)))
+    title = "seconds: p50 / p99" + (", held: in all" if seen else "")
     table = make_table(title, *columns, words=0)
     for name in ("tier", "preemptions"):
         table.columns[columns.index(name)].justify = "left"

@@ -122,7 +122,6 @@ class SemanticScheduler(vllm_api.HookedScheduler):
             counters=self.counters,
             # vLLM starts all engines of a server from one process.
             group=str(os.getppid()) if vllm_api.shares_host(vllm_config) else None,
-            requests=self.requests,
         )
         self.samples = StepSamples()
         self.arrivals = Arrivals(

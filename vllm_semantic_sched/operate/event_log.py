@@ -37,7 +37,6 @@ class LoggedRequest:
     end: float | None = None
     preemptions: Counter[str] = field(default_factory=Counter)  # by what happened to the KV
     held: float = 0.0  # seconds in which it had a seat and got no token
-    raised: bool = False  # by a second look
     spans: list[Span] = field(default_factory=list)
 
     def end_span(self, now: float, kind: str) -> None:
@@ -114,7 +113,6 @@ class LogReader:
         request.level = level
         request.tier = tier
         request.state = state
-        request.raised |= event.get("level_from") == "second_look"
         if event.get("first_token") is not None:
             request.first_token = float(event["first_token"]) - self._start
         if "held" in event:
@@ -212,14 +210,12 @@ def events_in(path: Path, wanted: str = "") -> Iterator[dict[str, Any]]:
 
 
 class TierSummary:
-    """Counts and times of one tier; `held` is in seconds, `raised` counts requests that a second
-    look raised. Takes 8 bytes per request and time."""
+    """Counts and times of one tier; `held` is in seconds. Takes 8 bytes per request and time."""
 
     def __init__(self) -> None:
         self.states: Counter[str] = Counter()
         self.preemptions: Counter[str] = Counter()
         self.held = 0.0
-        self.raised = 0
         self.times = {name: array("d") for name in ("queueing_delay", "ttft", "e2e")}
 
     def add(self, request: LoggedRequest) -> None:
@@ -227,7 +223,6 @@ class TierSummary:
         self.states[request.state if request.end is not None else "unfinished"] += 1
         self.preemptions.update(request.preemptions)
         self.held += request.held
-        self.raised += request.raised
         if not request.whole:
             return
         completed = request.end if request.state == "completed" else None
@@ -237,13 +232,13 @@ class TierSummary:
                 times.append(moment - request.arrival)
 
     def row(self) -> dict[str, Any]:
-        """Number of requests, counts by last state, preemptions by kind, seconds held, how many
-        were raised, and 50th and 99th percentiles in seconds (None without values)."""
+        """Number of requests, counts by last state, preemptions by kind, seconds held, and
+        50th and 99th percentiles in seconds (None without values)."""
         import numpy as np
 
         row: dict[str, Any] = {"requests": self.states.total()}
         row |= {state: self.states[state] for state in (*END_STATES, "unfinished")}
-        row |= {"preemptions": dict(self.preemptions), "held": self.held, "raised": self.raised}
+        row |= {"preemptions": dict(self.preemptions), "held": self.held}
         for name, times in self.times.items():
             for rank in (50, 99):
                 row[f"{name}_p{rank}"] = float(np.percentile(times, rank)) if times else None

@@ -18,10 +18,8 @@ from vllm_semantic_sched.policy.estimates.decision import (
     preempting_level,
 )
 from vllm_semantic_sched.policy.estimates.length import Estimate, expected_output_tokens
-from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
-from vllm_semantic_sched.predict.second_look import parts_of
 from vllm_semantic_sched.predict.window import cut_pieces
 
 if TYPE_CHECKING:
@@ -48,7 +46,7 @@ class WordWeight:
     """A word, and how much probability and log-odds of `Explanation.weighed` fall without it."""
 
     word: str
-    position: int  # in the text, from 0
+    position: int  # in what is read, from 0
     probability: float
     log_odds: float
 
@@ -62,15 +60,6 @@ class InstantPart:
     tokens: float  # expected output
     preempts_as: int | None  # level of its preemptions until the predictor has read it
     pieces: tuple[tuple[str, float], ...]  # see `InstantReader.strongest`
-
-
-@dataclasses.dataclass(frozen=True)
-class PartRead:
-    """A part of the text that only a second look reads."""
-
-    text: str  # with the start and the end of the whole text around it, as they are read
-    urgent: float  # probability of level 0 or 1
-    raises_to: int | None  # level
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,23 +79,23 @@ class Explanation:
     weighed: int  # the level for which words speak: 0 if its possibility decided, else the decided
     words: tuple[WordWeight, ...]  # heaviest first
     occluded: int  # words that were left out one by one
-    word_count: int  # all words
+    word_count: int  # of what is read
     notes: tuple[str, ...]  # the parts that the policy does not use
     instant: InstantPart | None  # None without an instant reader
-    second_look: tuple[PartRead, ...]  # empty if it has nothing to read or to raise, or is off
+    read: str  # what is read of the text: all of it, or what a long one is cut to
+    shortened: bool  # whether that is less than all
 
 
 def _word_weights(
-    text: str, predictor: TextPredictor, policy: Policy
+    text: str, read: str, predictor: TextPredictor, policy: Policy
 ) -> tuple[Prediction, int, list[WordWeight]]:
-    """The prediction, the level that decided, and what it owes to single words: the prediction is
-    made again without each."""
-    words = text.split()
-    # A predictor does not see the middle of a long text either.
+    """The prediction, the level that decided, and what it owes to single words of what is read: the
+    prediction is made again without each."""
+    words = read.split()
     positions = cut_pieces(list(range(len(words))), _OCCLUDED)
     shorter = [" ".join(words[:place] + words[place + 1 :]) for place in positions]
-    prediction, *predictions_without = predictor.predict([text, *shorter])
-    whole = prediction.urgency
+    prediction, of_part, *predictions_without = predictor.predict([text, read, *shorter])
+    whole = of_part.urgency
     level, rule = decided(policy, prediction)
     weighed = 0 if rule == "possible" else level
     weights = []
@@ -133,7 +122,8 @@ def explain(
 ) -> Explanation:
     """How the scheduler would treat `text` under a policy; `max_tokens`: the client's limit on
     output tokens, None: no limit."""
-    prediction, weighed, weights = _word_weights(text, predictor, policy)
+    read = predictor.part_read(text)
+    prediction, weighed, weights = _word_weights(text, read, predictor, policy)
     whole = prediction.urgency
     core = SchedulingCore(policy, profile, predictor.length_buckets)
     draft = core.draft(
@@ -145,7 +135,6 @@ def explain(
     )
     job = core.arrive(draft, 0.0)
     core.predicted(job, prediction)
-    again = _second_look(text, predictor, core, job)
     last = policy.levels - 1
     lengths, tokens = _lengths(prediction, predictor.length_buckets, job.max_output_tokens)
     return Explanation(
@@ -161,28 +150,12 @@ def explain(
         weighed=weighed,
         words=tuple(sorted(weights, key=lambda weight: -abs(weight.log_odds))),
         occluded=len(weights),
-        word_count=len(text.split()),
+        word_count=len(read.split()),
         notes=_notes(policy, prediction),
         instant=None if instant is None else _instant_part(text, instant, policy),
-        second_look=again,
+        read=read,
+        shortened=read != text,
     )
-
-
-def _second_look(
-    text: str, predictor: TextPredictor, core: SchedulingCore, job: Job
-) -> tuple[PartRead, ...]:
-    """Read the parts of a text that the first reading did not see, and raise the job."""
-    enabled = core.policy.predictor.second_look
-    parts = parts_of(text) if enabled and job.level_source is LevelSource.PREDICTION else []
-    parts_read = []
-    for part, prediction in zip(parts, predictor.predict(parts), strict=True):
-        before = job.level
-        if before == 0:
-            break
-        core.predicted(job, dataclasses.replace(prediction, again=True))
-        raised = job.level if job.level < before else None
-        parts_read.append(PartRead(part, urgent=sum(prediction.urgency[:2]), raises_to=raised))
-    return tuple(parts_read)
 
 
 def _rule_in_words(policy: Policy, prediction: Prediction) -> str:

@@ -314,10 +314,7 @@ class SchedulingCore:
 
     def predicted(self, job: Job, prediction: Prediction | None) -> None:
         """Apply a prediction, or its failure (None), and move the job to its new rank."""
-        if prediction is None or not prediction.again:
-            self.levels.read(job, prediction)
-        elif not self.levels.look_again(job, prediction):
-            return
+        self.levels.read(job, prediction)
         self._rank_again(job)
 
     # Running

@@ -99,21 +99,6 @@ class LevelDecider:
         job.sure_level = 0
         self.change(job, self.capped(job, level, counted))
 
-    def look_again(self, job: Job, prediction: Prediction) -> bool:
-        """Raise a predicted level if a second look at the prompt demands it; whether it did."""
-        if job.level_source not in (LevelSource.PREDICTION, LevelSource.SECOND_LOOK):
-            return False
-        before = job.level
-        level = decision.raised_level(prediction.urgency, before)
-        if level is None or (level := self.capped(job, level, counted=True)) >= before:
-            return False
-        job.level_source = LevelSource.SECOND_LOOK
-        self.change(job, level)
-        if self._lifecycle.journal is not None:
-            details = {"level_before": before, "rule": job.level_source.value}
-            self._lifecycle.note(job, "read", details | {"urgency": _rounded(prediction)})
-        return True
-
     def explain(self, job: Job) -> Mapping[str, Any]:
         """The rule and the probabilities that decided a job's level, if that is logged."""
         if self._lifecycle.journal is None:

@@ -14,16 +14,19 @@ from tokenizers import Encoding, Tokenizer
 from vllm_semantic_sched.policy.facts.decision import DEFAULT_DECISION, Decision, decision_of
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, buckets_of
-from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_pieces, cut_text, unreadable
+from vllm_semantic_sched.predict.window import (
+    DEFAULT_WINDOW,
+    PART,
+    cut_pieces,
+    cut_text,
+    unreadable,
+)
 
 INSTANT_FILE = "instant.npz"
 PAIR_ROWS = 2**16  # that pairs of neighboring wordpieces are hashed to
 # Between a sum, in which a long text is sure of everything, and a mean, in which a single word
 # counts for nothing in it. Best on validation texts.
 DAMPING = 0.25
-# Wordpieces in a part of a text: a sentence has little weight in a long one. Best on validation
-# messages beside requests.
-_PART = 24
 _SPECIAL = 2  # of the window, [CLS] and [SEP], which say nothing here
 
 Floats = NDArray[numpy.float32]
@@ -63,6 +66,45 @@ class InstantTable:
                 return cls(rows, stored["bias"], int(stored["levels"]))
         except (KeyError, OSError, ValueError) as error:
             raise ValueError(f"{path}: not a table of the instant reader ({error})") from error
+
+
+def pairs_of(pieces: Ints, vocabulary: int) -> Ints:
+    """Places of the rows of pairs of neighbors; `vocabulary`: number of wordpieces."""
+    mixed = (pieces[:-1] * 1_000_003) ^ (pieces[1:] * 253_921)
+    return vocabulary + (((mixed * 73_856_093) >> 13) & (PAIR_ROWS - 1))
+
+
+class Glance:
+    """Judges the parts of a text of any length by an `InstantTable`: a sentence has little weight
+    in a long one."""
+
+    def __init__(self, table: InstantTable) -> None:
+        self._urgency = numpy.ascontiguousarray(table.rows[:, : table.levels])
+        self._bias = table.bias[: table.levels]
+        self._numbers = numpy.arange(table.levels, dtype=numpy.float32)
+
+    @classmethod
+    def load(cls, folder: Path) -> Self | None:
+        """The one of a trained model; None if it has no `InstantTable`."""
+        table = InstantTable.load(folder)
+        return None if table is None else cls(table)
+
+    def chances(self, pieces: Ints, pairs: Ints | None = None) -> Floats:
+        """Probabilities of the levels of each `PART` neighboring wordpieces: (parts, levels), one
+        part less than wordpieces beyond a part. Unlike in the whole, a word counts as often as it
+        occurs."""
+        if pairs is None:
+            pairs = pairs_of(pieces, len(self._urgency) - PAIR_ROWS)
+        words = self._urgency.take(pieces, axis=0)
+        words[1:] += self._urgency.take(pairs, axis=0)
+        sums = words.cumsum(axis=0)
+        parts = sums[PART - 1 :].copy()
+        parts[1:] -= sums[:-PART]
+        return _softmax(self._bias + parts / (2 * PART) ** DAMPING)
+
+    def urgency(self, chances: Floats) -> Floats:
+        """How urgent each part of `chances` is: its expected level, negated."""
+        return -(chances @ self._numbers)
 
 
 class FeatureReader:
@@ -105,9 +147,7 @@ class FeatureReader:
         words = cut_pieces(cut.split(" "), self._room)
         encoding = self._tokenizer.encode(" ".join(words), add_special_tokens=False)
         pieces = numpy.asarray(cut_pieces(encoding.ids, self._room), dtype=numpy.int64)
-        mixed = (pieces[:-1] * 1_000_003) ^ (pieces[1:] * 253_921)
-        pairs = self.pieces + (((mixed * 73_856_093) >> 13) & (PAIR_ROWS - 1))
-        return encoding, pieces, pairs
+        return encoding, pieces, pairs_of(pieces, self.pieces)
 
 
 class InstantReader:
@@ -124,8 +164,7 @@ class InstantReader:
         if len(table.rows) != features.rows:
             raise ValueError(f"{len(table.rows)} rows for {features.rows} wordpieces and pairs")
         self._features, self._table = features, table
-        self._urgency = numpy.ascontiguousarray(table.rows[:, : table.levels])  # for the parts
-        self._numbers = numpy.arange(table.levels, dtype=numpy.float32)
+        self._glance = Glance(table)
         self.levels, self.length_buckets = table.levels, length_buckets
         self.decision = decision  # of the model, by which its readings become levels
 
@@ -173,16 +212,11 @@ class InstantReader:
 
     def _urgent_part(self, pieces: Ints, pairs: Ints) -> tuple[float, ...] | None:
         """Probabilities of the levels of the part with the lowest expected level; None if the text
-        is no longer than a part. Unlike in the whole, a word counts as often as it occurs."""
-        if len(pieces) <= _PART:
+        is no longer than a part."""
+        if len(pieces) <= PART:
             return None
-        words = self._urgency.take(pieces, axis=0)
-        words[1:] += self._urgency.take(pairs, axis=0)
-        sums = words.cumsum(axis=0)
-        parts = sums[_PART - 1 :].copy()
-        parts[1:] -= sums[:-_PART]
-        chances = _softmax(self._table.bias[: self.levels] + parts / (2 * _PART) ** DAMPING)
-        return tuple(chances[(chances @ self._numbers).argmin()].tolist())
+        chances = self._glance.chances(pieces, pairs)
+        return tuple(chances[self._glance.urgency(chances).argmax()].tolist())
 
     def same_shape(self, other: Prediction) -> bool:
         """Whether a prediction has as many levels and length buckets as this reader's."""

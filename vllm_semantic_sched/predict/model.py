@@ -1,12 +1,13 @@
 """Predicts urgency level and output length of texts."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -14,17 +15,30 @@ from torch.nn.utils.rnn import pad_sequence
 from vllm_semantic_sched.policy.facts.decision import DEFAULT_DECISION, Decision, decision_of
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, URGENCY_LEVELS, buckets_of, weights_file
+from vllm_semantic_sched.predict.instant import Glance
 from vllm_semantic_sched.predict.network import UrgencyLengthClassifier, has_bfloat16
 from vllm_semantic_sched.predict.weights import load_network, load_second
-from vllm_semantic_sched.predict.window import DEFAULT_WINDOW, cut_pieces, cut_text, unreadable
+from vllm_semantic_sched.predict.window import (
+    DEFAULT_WINDOW,
+    chosen_places,
+    cut_pieces,
+    cut_text,
+    said_text,
+    unreadable,
+)
 
 _BATCH = 32
-# Chosen by validation and test texts. Bounds of `is_doubtful`:
+# Rows in a batch have at most so many times the wordpieces of its shortest, and so many more: a
+# further batch costs about as much as these.
+_SIMILAR = 1.3
+_SPARED = 8
+_GAP = "..."  # stands for what is left out of a long text
+_GAPS = 4  # of these at most, as a rule
+_SENTENCE_ENDS = ".!?。！？।۔؟…■;:"
+# Bounds of `is_doubtful`.
 _LIKELY = 0.3
 _POSSIBLE = 0.01
-# The second network's weight in `_mean`, where it is more and where it is less urgent:
-_RAISING = 0.8
-_LOWERING = 0.65
+_SECOND_WEIGHT = 0.6  # of the second network in the mean of both
 
 # From ids and mask, both (batch, tokens), to urgency logits (batch, levels) and length logits
 # (batch, buckets) or None.
@@ -34,11 +48,15 @@ _Reading = tuple[tuple[float, ...], tuple[float, ...] | None]  # probabilities o
 
 class WindowTokenizer:
     """Tokenizes texts, with any tokenizer of transformers, into at most `window` ids (ValueError if
-    too few): the head and the tail of a longer text. Characters are cut before, so that the cost of
-    a prompt is bounded."""
+    too few): of a longer text the head, the tail and the parts between them that `glance` finds
+    most urgent, in their order; without a `glance` head and tail alone. The cost of a prompt is
+    bounded."""
 
-    def __init__(self, tokenizer: Any, window: int = DEFAULT_WINDOW) -> None:
+    def __init__(
+        self, tokenizer: Any, window: int = DEFAULT_WINDOW, glance: Glance | None = None
+    ) -> None:
         self._tokenizer = tokenizer
+        self._glance = glance
         # Found by tokenizing, which works for [CLS] ... [SEP], <s> ... </s>, and none.
         [plain] = self._ids(["a"], special=False)
         [framed] = self._ids(["a"], special=True)
@@ -48,22 +66,52 @@ class WindowTokenizer:
         self._room = window - len(self._prefix) - len(self._suffix)
         if self._room < 2:
             raise ValueError(f"a window of {window} tokens leaves no room for text")
+        if glance is not None:
+            [self._gap] = self._ids([_GAP], special=False)
+            ends = tokenizer.convert_tokens_to_ids(list(_SENTENCE_ENDS))
+            self._ends = numpy.array([one for one in ends if one is not None])
         self._pad = int(getattr(tokenizer, "pad_token_id", None) or 0)
         unknown = getattr(tokenizer, "unk_token_id", None)
         self.unknown = self._pad if unknown is None else int(unknown)
 
-    def cut(self, texts: Sequence[str]) -> list[str]:
-        """The part of each text that is read."""
-        return [cut_text(text, self._room) for text in texts]
+    def clean(self, texts: Sequence[str]) -> list[str]:
+        """What of each text may be read."""
+        if self._glance is None:
+            return [cut_text(text, self._room) for text in texts]
+        return list(map(said_text, texts))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, at most `window` of them, special tokens included."""
-        return self.encode_cut(self.cut(texts))
+        return self.encode_clean(self.clean(texts))
 
-    def encode_cut(self, cut: list[str]) -> list[list[int]]:
-        """Token ids of each text that `cut` returned."""
-        rows = [cut_pieces(row, self._room) for row in self._ids(cut, special=False)] if cut else []
+    def encode_clean(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of each text that `clean` returned."""
+        rows = map(self._cut, self._ids(texts, special=False)) if texts else ()
         return [[*self._prefix, *row, *self._suffix] or [self._pad] for row in rows]
+
+    def _cut(self, row: list[int]) -> list[int]:
+        """The ids of a text that are read, `_room` at most."""
+        # Head and tail are as long as the window of a model with a small one.
+        if self._glance is None or len(row) <= self._room or self._room < DEFAULT_WINDOW // 2:
+            return cut_pieces(row, self._room)
+        pieces = numpy.asarray(row, dtype=numpy.int64)
+        urgency = self._glance.urgency(self._glance.chances(pieces))
+        is_end = numpy.isin(pieces, self._ends)
+        places = chosen_places(urgency, is_end, self._room - _GAPS * len(self._gap))
+        kept: list[int] = []
+        before = -1
+        for place in places:
+            if place != before + 1:
+                kept += self._gap
+            kept.append(row[place])
+            before = place
+        return kept[: self._room]
+
+    def part_read(self, text: str) -> str:
+        """What is read of a text: the text itself if that is all."""
+        [row] = self._ids(self.clean([text]), special=False)
+        kept = self._cut(row)
+        return text if kept == row else str(self._tokenizer.decode(kept))
 
     def pad(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Ids and mask of the rows, both (rows, longest row) int64; padding has mask 0."""
@@ -119,7 +167,9 @@ class TextPredictor:
         second = load_second(folder, network)
         return cls(
             _calibrated(network),
-            WindowTokenizer(tokenizer, int(settings.get("window", DEFAULT_WINDOW))),
+            WindowTokenizer(
+                tokenizer, int(settings.get("window", DEFAULT_WINDOW)), Glance.load(folder)
+            ),
             levels=network.config.num_labels,
             length_buckets=buckets_of(settings),
             _guard=unreadable,
@@ -159,10 +209,14 @@ class TextPredictor:
             decision=decision_of(model.config.to_dict()),
         )
 
+    def part_read(self, text: str) -> str:
+        """What the network sees of a text: the text itself if that is all."""
+        return self._tokenizer.part_read(text)
+
     def predict(self, texts: Sequence[str]) -> list[Prediction]:
         """One prediction per text, in the same order; any string is accepted."""
-        read = self._tokenizer.cut(texts)
-        rows = self._tokenizer.encode_cut(read)
+        read = self._tokenizer.clean(texts)
+        rows = self._tokenizer.encode_clean(read)
         readings = self._read(self._classifier, rows)
         if self._second is not None:
             doubtful = [
@@ -180,12 +234,9 @@ class TextPredictor:
         return predictions
 
     def _read(self, classifier: _Classifier, rows: Sequence[Sequence[int]]) -> list[_Reading]:
-        # Texts of similar length share a batch, which saves padding.
-        order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
         readings: dict[int, _Reading] = {}
         with torch.inference_mode():
-            for start in range(0, len(order), _BATCH):
-                batch = order[start : start + _BATCH]
+            for batch in _batches(list(map(len, rows))):
                 ids, mask = self._tokenizer.pad([rows[index] for index in batch])
                 urgency_logits, length_logits = classifier(ids, mask)
                 urgencies = _probabilities(urgency_logits)
@@ -197,6 +248,20 @@ class TextPredictor:
                 for index, urgency, length in zip(batch, urgencies, lengths, strict=True):
                     readings[index] = (urgency, length)
         return [readings[index] for index in range(len(rows))]
+
+
+def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Places of rows that share a batch: of similar length, which saves padding."""
+    batch: list[int] = []
+    for place in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batch and (
+            len(batch) == _BATCH or lengths[place] > _SIMILAR * lengths[batch[0]] + _SPARED
+        ):
+            yield batch
+            batch = []
+        batch.append(place)
+    if batch:
+        yield batch
 
 
 def _index_of(part: list[int], row: list[int]) -> int:
@@ -216,9 +281,9 @@ def is_doubtful(urgency: Sequence[float]) -> bool:
 
 
 def _mean(first: Sequence[float], second: Sequence[float]) -> tuple[float, ...]:
-    """The weighted geometric mean: raising a text wrongly costs less than lowering it wrongly."""
-    weight = _RAISING if sum(first[:2]) < first[-1] else _LOWERING
-    means = [a ** (1 - weight) * b**weight for a, b in zip(first, second, strict=True)]
+    """The weighted geometric mean: a network that is sure does not outvote the other."""
+    pairs = zip(first, second, strict=True)
+    means = [one ** (1 - _SECOND_WEIGHT) * other**_SECOND_WEIGHT for one, other in pairs]
     total = sum(means)
     return tuple(mean / total for mean in means)
 

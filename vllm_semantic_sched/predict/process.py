@@ -67,15 +67,15 @@ class PredictorProcess(subprocess.Popen[str]):
         return status
 
 
-_FIRST_GUESS = 1e-4  # seconds for a character of a padded text on one slow core
+_FIRST_GUESS = 1e-4  # seconds for a character on one slow core
 _NEW_SHARE = 0.3  # of a measurement in the running mean
 _SHORTEST = 128  # characters; a shorter text costs hardly less
-_LONGEST = 1008  # characters that the network's window holds at most
+LONGEST = 1008  # characters that the network's window holds at most
 
 
 class PassSize:
     """Bounds forward passes to a number of seconds, from the measured speed of earlier ones. A pass
-    takes as long as its number of texts times its longest text, to which the others are padded."""
+    takes as long as its texts together, as those of similar length are read together."""
 
     def __init__(self, seconds: float) -> None:
         self._limit = seconds
@@ -95,4 +95,4 @@ class PassSize:
 
 
 def _work(lengths: Sequence[int]) -> int:
-    return len(lengths) * min(max(_SHORTEST, *lengths), _LONGEST)
+    return sum(min(max(_SHORTEST, length), LONGEST) for length in lengths)

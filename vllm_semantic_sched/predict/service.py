@@ -9,12 +9,10 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from vllm_semantic_sched.policy.config.estimates import Predictor
 from vllm_semantic_sched.policy.config.private_files import own_folder
-from vllm_semantic_sched.policy.estimates.decision import raised_level
 from vllm_semantic_sched.policy.facts.decision import DEFAULT_DECISION, Decision, decision_of
 from vllm_semantic_sched.policy.facts.heap import AddressableHeap
 from vllm_semantic_sched.policy.facts.prediction import (
@@ -23,8 +21,7 @@ from vllm_semantic_sched.policy.facts.prediction import (
     LengthBuckets,
     Prediction,
 )
-from vllm_semantic_sched.predict.process import PassSize, PredictorError, PredictorProcess
-from vllm_semantic_sched.predict.second_look import Look, SecondLooks
+from vllm_semantic_sched.predict.process import LONGEST, PassSize, PredictorError, PredictorProcess
 from vllm_semantic_sched.predict.shared import shared_command
 
 _START_TIMEOUT = 180.0  # seconds; loading torch on a busy machine takes tens of them
@@ -36,19 +33,28 @@ CACHE_SIZE = 4096  # predictions; templates and retries repeat within minutes. A
 # Seconds for one forward pass, after which the process counts as stuck and is restarted. Hundreds
 # of times the bound on a pass: a process on a machine that swaps must not restart in circles.
 PASS_TIMEOUT = 30.0
+_WATCH = 1.0  # seconds between two looks at an idle process
 
 
 class _Prompt(NamedTuple):
     text: str
-    digest: bytes
-    look: Look | None = None  # that it is a part of
+    digest: bytes  # a short key, so that no prompt is kept in memory
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """The prompt of a text."""
+        data = text.encode("utf-8", "surrogatepass")
+        return cls(text, hashlib.blake2b(data, digest_size=16).digest())
+
+
+_Text = str | Callable[[], str]  # a prompt, or what gives it, on the service's thread
 
 
 class PredictionService:
     """Feeds a predictor process from a bounded queue, on a thread of its own.
 
-    More urgent prompts are read first, equal ones by arrival; while none waits, parts of earlier
-    ones, one at a time. Recent prompts are answered from memory. A process that ends, sends an
+    More urgent prompts are read first, equal ones by arrival. Recent prompts are answered from
+    memory. A process that ends, sends an
     invalid answer or exceeds its time limit is replaced, after `first_backoff` seconds that double
     each time; the prompts that it had get the prediction None. Services of a `group` share a
     worker. `command`: the worker's command line, for tests.
@@ -68,7 +74,7 @@ class PredictionService:
             self._command += ["--model", settings.model]
         # Without a folder of its own, a user has no socket that others cannot reach.
         if group is not None and (folder := own_folder()) is not None:
-            name = f"{group}-{_digest(repr(self._command)).hex()[:16]}"
+            name = f"{group}-{_Prompt.of(repr(self._command)).digest.hex()[:16]}"
             self._command = shared_command(folder / name, PASS_TIMEOUT, self._command)
         self._first_backoff = first_backoff
         self._pass_size = PassSize(MAX_PASS)
@@ -78,10 +84,9 @@ class PredictionService:
         self._loaded = False  # the process has said that it is ready
         self._decision = DEFAULT_DECISION  # of the model, once it is loaded
         self._changed = threading.Condition()
-        # These five are guarded by _changed.
-        self.second_looks = SecondLooks()  # at earlier prompts
+        # These four are guarded by _changed.
         self._queue: AddressableHeap[str] = AddressableHeap()
-        self._prompts: dict[str, _Prompt] = {}  # of the queued requests
+        self._prompts: dict[str, _Prompt | Callable[[], str]] = {}  # of the queued requests
         self._memory: OrderedDict[bytes, Prediction] = OrderedDict()  # least recently used first
         self._closing = False
         self._done: deque[tuple[str, Prediction | None]] = deque()
@@ -102,12 +107,13 @@ class PredictionService:
         self._thread.start()
         return known
 
-    def submit(self, request_id: str, text: str, order: float = 0) -> bool:
+    def submit(self, request_id: str, text: _Text, order: float = 0) -> bool:
         """Queue a prompt, or answer it from memory; False if the queue is full. The prompt of the
-        smallest `order` (`reading_order`) is read first."""
-        prompt = _Prompt(text, _digest(text))
+        smallest `order` (`reading_order`) is read first. A `text` that is called gives a long
+        prompt: once, on the service's thread."""
+        prompt = _Prompt.of(text) if isinstance(text, str) else text
         with self._changed:
-            if self._recall(request_id, prompt):
+            if isinstance(prompt, _Prompt) and self._recall(request_id, prompt):
                 return True
             if len(self._queue) >= MAX_QUEUE:
                 return False
@@ -116,21 +122,9 @@ class PredictionService:
             self._changed.notify()
         return True
 
-    def look_again(
-        self, request_id: str, level: int, key: tuple[bool, float], text: Callable[[], str]
-    ) -> None:
-        """Read the parts of a prompt that were not seen, when no prompt waits to be read, the
-        smallest `key` first. A part that raises the request above `level` comes back as a
-        prediction with `again`. `text` gives the prompt; called once, on the service's thread."""
-        with self._changed:
-            if len(self.second_looks) < MAX_QUEUE:
-                self.second_looks.add(Look(request_id, level, text), key)
-                self._changed.notify()
-
     def cancel(self, request_id: str) -> None:
-        """Remove a prompt from both queues, if it is in one."""
+        """Remove a prompt from the queue, if it is there."""
         with self._changed:
-            self.second_looks.cancel(request_id)
             self._queue.discard(request_id)
             self._prompts.pop(request_id, None)
 
@@ -182,6 +176,9 @@ class PredictionService:
             if batch is None:
                 return
             if not batch:
+                if not self.up and not self._closing:
+                    self._logger.warning("The urgency predictor has ended; it is restarted.")
+                    backoff = self._relaunch(backoff)
                 continue
             try:
                 predictions = self._predict(list(batch.values()))
@@ -202,56 +199,48 @@ class PredictionService:
                 backoff = self._first_backoff
 
     def _next_batch(self) -> dict[str, _Prompt] | None:
-        """Wait for prompts, or for a part of an earlier one; returns them by request id (perhaps
-        none), None when closing."""
-        batch: dict[str, _Prompt] = {}
+        """Wait for prompts, at most `_WATCH` seconds, so that a process that ended without one is
+        missed; returns them by request id (perhaps none), None when closing."""
+        batch: dict[str, _Prompt | Callable[[], str]] = {}
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self.second_looks or self._closing)
+            self._changed.wait_for(lambda: self._queue or self._closing, timeout=_WATCH)
             if self._closing:
                 return None
-            look = None if self._queue else self.second_looks.peek()
             lengths: list[int] = []
             while self._queue and len(batch) < MAX_BATCH:
                 request_id = self._queue.peek()
                 assert request_id is not None
                 prompt = self._prompts[request_id]
+                length = LONGEST  # of one that is not known yet
+                if isinstance(prompt, _Prompt):
+                    length = len(prompt.text)
                 # The batch before may have had the same text.
-                if not self._recall(request_id, prompt):
-                    lengths.append(len(prompt.text))
+                if not (isinstance(prompt, _Prompt) and self._recall(request_id, prompt)):
+                    lengths.append(length)
                     if not self._pass_size.fits(lengths):
                         break
                     batch[request_id] = prompt
                 self._queue.pop()
                 del self._prompts[request_id]
-        return batch if look is None else self._next_part(look)
+        return self._with_texts(batch)
 
-    def _next_part(self, look: Look) -> dict[str, _Prompt]:
-        """The next part of a second look; none if a prompt has come, or no part is left."""
-        try:
-            text = look.unread[-1] if look.unread else None  # takes a moment: without the lock
-        except Exception as error:
-            self._logger.warning("No second look at a prompt: %s: %s", type(error).__name__, error)
-            text = None
-        with self._changed:
-            if text is None:
-                self.second_looks.end(look)
-            elif not self._queue:
-                return {look.request_id: _Prompt(text, b"", look)}
-        return {}
-
-    def _saw(self, look: Look, prediction: Prediction | None) -> None:
-        """Apply the reading of a part; the caller holds _changed."""
-        if look not in self.second_looks:  # its request has ended
-            return
-        look.unread.pop()
-        if prediction is not None and not prediction.unreadable:
-            level = raised_level(prediction.urgency, look.level)
-            if level is not None:
-                look.level = level
-                look.raised = True
-                self._done.append((look.request_id, replace(prediction, again=True)))
-        if look.level == 0 or prediction is None:
-            self.second_looks.end(look)
+    def _with_texts(self, batch: dict[str, _Prompt | Callable[[], str]]) -> dict[str, _Prompt]:
+        """The prompts of a batch with the texts of the long ones, but for those in memory."""
+        prompts = {}
+        for request_id, prompt in batch.items():
+            if not isinstance(prompt, _Prompt):
+                try:
+                    prompt = _Prompt.of(prompt())  # takes a moment: without the lock
+                except Exception as error:
+                    reason = f"{type(error).__name__}: {error}"
+                    self._logger.warning("A long prompt cannot be read: %s", reason)
+                    self._done.append((request_id, None))
+                    continue
+                with self._changed:
+                    if self._recall(request_id, prompt):
+                        continue
+            prompts[request_id] = prompt
+        return prompts
 
     def _pause(self, seconds: float) -> bool:
         """Wait `seconds`; returns True, at once, when the service is closed."""
@@ -261,9 +250,6 @@ class PredictionService:
     def _deliver(self, batch: dict[str, _Prompt], predictions: list[Prediction | None]) -> None:
         with self._changed:
             for (request_id, prompt), prediction in zip(batch.items(), predictions, strict=True):
-                if prompt.look is not None:
-                    self._saw(prompt.look, prediction)
-                    continue
                 if prediction is not None:
                     self._memory[prompt.digest] = prediction
                 self._done.append((request_id, prediction))
@@ -338,11 +324,6 @@ class PredictionService:
             self._process = None
         if process is not None:
             process.stop()
-
-
-def _digest(text: str) -> bytes:
-    """A short key, so that no prompt is kept in memory."""
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _prediction(

@@ -1,5 +1,6 @@
-"""The part of a prompt that both readers see: a clean head and tail of bounded length, of a chat
-what the user says, the newest turn first."""
+"""The part of a prompt that a reader sees, of a chat what the user says, the newest turn first. The
+instant reader of the engine's process sees a clean head and tail of bounded length; the predictor
+sees head, tail and the most suspicious parts between them (`chosen_places`)."""
 
 import functools
 import re
@@ -8,10 +9,23 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TypeVar
 
+import numpy
+from numpy.typing import NDArray
+
 DEFAULT_WINDOW = 128  # wordpieces read of a prompt, special tokens included
 _CHARACTERS_PER_PIECE = 8
-# Of a prompt that is longer, head and tail: the cost of a text must be bounded.
+# Of a prompt that is longer, head and tail: the cost of a text must be bounded. The predictor takes
+# about a millisecond to look through ten thousand characters.
 _LONGEST_PROMPT = 16_000
+LONGEST_SAID = 64_000
+# Wordpieces of a long text that are read in any case, at its start and at its end: they say what
+# the rest is for. A scene of a novel alone would be misread as an emergency.
+_HEAD = 30
+_TAIL = 30
+PART = 24  # wordpieces of a part of a text that is judged by itself; best on validation messages
+_AROUND_PART = 33  # wordpieces that are read where a part is chosen
+_LEAD = 14  # wordpieces before a part among which its sentence may begin, or after it may end
+_LEAST_PART = 4
 # Between the turns of a chat: the newest comes first, which no other text does.
 _TURN_MARK = " ■ "
 _TEMPLATE_MARKER = re.compile(
@@ -108,12 +122,22 @@ def _is_blank(text: str) -> bool:
 
 def cut_text(text: str, room: int) -> str:
     """The head and the tail of what the user says, clean, enough for `room` wordpieces."""
-    if len(text) > _LONGEST_PROMPT:
-        text = f"{text[: _LONGEST_PROMPT // 2]} {text[-_LONGEST_PROMPT // 2 :]}"
+    said = _said(text, _LONGEST_PROMPT)
+    return _clean_ends(said, half=room * _CHARACTERS_PER_PIECE // 2)
+
+
+def said_text(text: str) -> str:
+    """All that the user says, clean; of more than `LONGEST_SAID` characters the head and the
+    tail."""
+    return clean(_said(text, LONGEST_SAID))
+
+
+def _said(text: str, most: int) -> str:
+    if len(text) > most:
+        text = f"{text[: most // 2]} {text[-most // 2 :]}"
     # Lone surrogates, which come from broken decoding, cannot be encoded.
     text = text.encode("utf-8", "replace").decode("utf-8")
-    said = _TURN_MARK.join(user_turns(text))
-    return _clean_ends(said, half=room * _CHARACTERS_PER_PIECE // 2)
+    return _TURN_MARK.join(user_turns(text))
 
 
 def _clean_ends(text: str, half: int) -> str:
@@ -136,6 +160,41 @@ def cut_pieces(pieces: list[_Piece], room: int) -> list[_Piece]:
         return pieces
     tail = room // 2
     return pieces[: room - tail] + pieces[-tail:]
+
+
+def chosen_places(
+    suspicion: NDArray[numpy.float32], is_end: NDArray[numpy.bool_], room: int
+) -> list[int]:
+    """Places of the wordpieces of a long text that are read, ascending, at most `room`: its head,
+    its tail, and between them the most suspicious parts, each from the start of a sentence to
+    an end if these are near.
+
+    Args:
+        suspicion: of each part of `PART` neighboring wordpieces, by the place of its first one.
+        is_end: of each wordpiece, whether a sentence ends with it. There are more than `room`.
+    """
+    count = len(is_end)
+    kept = numpy.zeros(count, dtype=bool)
+    kept[:_HEAD] = True
+    kept[count - _TAIL :] = True
+    left = room - _HEAD - _TAIL
+    suspicion = suspicion.copy()
+    while left >= _LEAST_PART:
+        part = int(suspicion.argmax())
+        if suspicion[part] == -numpy.inf:
+            break
+        ends = numpy.flatnonzero(is_end[max(0, part - _LEAD) : part])
+        start = max(0, part - _LEAD) + int(ends[-1]) + 1 if len(ends) else max(0, part - 3)
+        stop = min(count, start + _AROUND_PART)
+        rest = numpy.flatnonzero(is_end[stop - 1 : stop - 1 + _LEAD])
+        if len(rest):
+            stop += int(rest[0])
+        new = numpy.flatnonzero(~kept[start:stop])[:left] + start
+        kept[new] = True
+        left -= len(new)
+        # Parts that overlap what is read now by more than a few wordpieces.
+        suspicion[max(0, start - PART + _LEAST_PART) : stop - _LEAST_PART + 1] = -numpy.inf
+    return [int(place) for place in numpy.flatnonzero(kept)]
 
 
 # Scripts of the languages that the reader was trained on, by the first word of a letter's name.

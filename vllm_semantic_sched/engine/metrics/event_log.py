@@ -28,7 +28,7 @@ MAX_BYTES, BACKUPS = 100_000_000, 5
 _INTERVAL = 0.1  # seconds between writes; polling spares the engine's thread a wake-up call
 _CHUNK = 32  # lines per write; the file may be rotated between writes
 _OLDEST = 30 * 86_400.0  # seconds after which a renamed part is deleted
-_READ = ("prediction", "instant", "second_look")  # what a line's `level_from` says of a level read
+_READ = ("prediction", "instant")  # what a line's `level_from` says of a level read
 _TAIL = 65_536  # bytes at the end of a file in which its last line is looked for
 _QUEUE = 100_000  # changes that wait to be written; further ones are dropped and counted
 

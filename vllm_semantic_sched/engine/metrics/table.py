@@ -81,11 +81,6 @@ COUNTERS = {
         "Requests whose provisional level the predictor raised (made more urgent) or lowered.",
         {"direction": ("raised", "lowered")},
     ),
-    "second_looks": Metric(
-        "Second looks at requests whose first reading did not see all, by whether they raised the "
-        "level.",
-        {"raised": ("yes", "no")},
-    ),
     "failed_predictions": Metric(
         "Prompts that the predictor could not read; served at the default level."
     ),

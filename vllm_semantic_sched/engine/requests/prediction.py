@@ -1,7 +1,7 @@
 """Connects the prediction service to the scheduler's jobs."""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,18 +11,18 @@ from vllm_semantic_sched.engine.metrics.counters import Counters
 from vllm_semantic_sched.engine.requests.endings import is_part_of_beam
 from vllm_semantic_sched.engine.vllm_api import Request
 from vllm_semantic_sched.policy.core import SchedulingCore
-from vllm_semantic_sched.policy.estimates.decision import Hint, doubt, reading_order
-from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource
+from vllm_semantic_sched.policy.estimates.decision import Hint, reading_order
+from vllm_semantic_sched.policy.facts.job import Job, LevelSource
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict import stored_buckets
 from vllm_semantic_sched.predict.instant import InstantReader
 from vllm_semantic_sched.predict.service import PredictionService
-from vllm_semantic_sched.predict.window import DEFAULT_WINDOW
 
-# Tokens of a prompt that are decoded, half of them from each end: about twice a predictor's window,
-# and for a second look.
-_LONGEST_FIRST = 512
-_LONGEST_SECOND = 4096
+# Tokens of a prompt that are decoded, half of them from each end: for the instant reader, about
+# twice a predictor's window, and for the predictor, whose window takes what is suspicious between
+# the ends.
+_LONGEST_INSTANT = 512
+_LONGEST_READ = 16_384
 
 # Requests remembered between their submission and their arrival. Far more than vLLM's input queue
 # holds: only requests that it rejects stay here.
@@ -41,11 +41,9 @@ class PredictionFeed:
         tokenizer: Any,
         counters: Counters,
         group: str | None,
-        requests: Mapping[str, Request],
     ) -> None:
         self.tokenizer = tokenizer
         self._core = core
-        self._requests = requests
         self._jobs = jobs
         self._counters = counters
         # Submitted before the scheduler has seen them, and answers that came as early. Both
@@ -53,7 +51,7 @@ class PredictionFeed:
         self._ahead: OrderedDict[str, None] = OrderedDict()
         self._early: list[tuple[str, Prediction | None]] = []
         # With the provisional level, if there was one; see `applied`.
-        self._drained: list[tuple[Job, Prediction | None, int | None]] = []
+        self._drained: list[tuple[Job, int | None]] = []
         self.service: PredictionService | None = None
         self.instant: InstantReader | None = None
         predictor = core.policy.predictor
@@ -83,9 +81,6 @@ class PredictionFeed:
             return {}
         self._counters.raise_to("cached_predictions", self.service.cached)
         self._counters.raise_to("predictor_restarts", self.service.restarts)
-        looks = self.service.second_looks.ended
-        self._counters.raise_to("second_looks", looks[True], "yes")
-        self._counters.raise_to("second_looks", looks[False], "no")
         for texts, seconds in self.service.passes():
             self._counters.observe("prediction_batch_size", texts)
             self._counters.observe("prediction_pass_seconds", seconds)
@@ -99,12 +94,14 @@ class PredictionFeed:
     def read(
         self, request: Request, hint: Hint, passed: Prediction | None, submitted: bool
     ) -> tuple[Prediction | None, bool]:
-        """Read the first and last tokens of a prompt: what the instant reader says of them (None
-        without one), unless the HTTP server has `passed` that, and whether the predictor will send
-        a prediction: it gets them, unless it has been `submitted` the prompt before, or this is one
-        token of a beam. Less than a millisecond, whatever the length. May run on vLLM's input
+        """Read a prompt: what the instant reader says of its first and last tokens (None without
+        one), unless the HTTP server has `passed` that, and whether the predictor will send a
+        prediction: it gets the prompt, unless it has been `submitted` before, or this is one token
+        of a beam. Less than a millisecond, whatever the length. May run on vLLM's input
         thread, before the scheduler knows the request and calls `arrived`."""
-        text = self._text(request.prompt_token_ids or (), _LONGEST_FIRST)
+        tokens = request.prompt_token_ids or ()
+        # Decoded by the service, on its own thread, unless that has to be done here.
+        prompt: str | Callable[[], str] = partial(self._text, tokens, _LONGEST_READ)
         provisional = None
         if self.instant is not None:
             if passed is not None and self.instant.same_shape(passed):
@@ -113,12 +110,15 @@ class PredictionFeed:
                 if passed.decision is not self.instant.decision:
                     provisional = replace(passed, decision=self.instant.decision)
             else:
+                text = self._text(tokens, _LONGEST_INSTANT)
                 provisional = self.instant.read(text)
+                if len(tokens) <= _LONGEST_INSTANT:
+                    prompt = text
         if is_part_of_beam(request):  # else the same text would be read for each token of it
             return provisional, False
         if submitted:
             return provisional, True
-        return provisional, self._submit(request.request_id, hint, text, provisional)
+        return provisional, self._submit(request.request_id, hint, prompt, provisional)
 
     def _text(self, tokens: Sequence[int], most: int) -> str:
         """The first and the last of more than `most` tokens, decoded."""
@@ -130,9 +130,14 @@ class PredictionFeed:
             return ""  # ids outside the vocabulary; vLLM decides about the request
 
     def _submit(
-        self, request_id: str, hint: Hint, text: str, provisional: Prediction | None
+        self,
+        request_id: str,
+        hint: Hint,
+        text: str | Callable[[], str],
+        provisional: Prediction | None,
     ) -> bool:
-        """Send the text of a prompt to the predictor; False if no prediction will arrive."""
+        """Send the text of a prompt, or what gives it, to the predictor; False if no prediction
+        will arrive."""
         if self.service is None:
             return False
         self._ahead[request_id] = None
@@ -150,9 +155,7 @@ class PredictionFeed:
 
     def cancel(self, job: Job) -> None:
         """Withdraw the prompt of a request that ended, to save its forward passes."""
-        read_once = job.level_source in (LevelSource.PREDICTION, LevelSource.SECOND_LOOK)
-        may_be_read = job.awaits_prediction or (read_once and job.prompt_tokens > DEFAULT_WINDOW)
-        if self.service is not None and may_be_read:
+        if self.service is not None and job.awaits_prediction:
             self.service.cancel(job.request_id)
 
     def drain(self) -> Iterator[tuple[Job, Prediction | None]]:
@@ -170,16 +173,13 @@ class PredictionFeed:
             if job is None and request_id in self._ahead:
                 self._early.append((request_id, prediction))
                 continue
-            first_look = prediction is None or not prediction.again
-            if first_look:
-                self._count_unread(prediction)
+            self._count_unread(prediction)
             if job is None:  # it has ended in the meantime
                 continue
-            if first_look:
-                # A prediction from memory may come before the request.
-                self._counters.observe("prediction_latency_seconds", max(0.0, now - job.arrival))
-                provisional = job.level if job.level_source is LevelSource.INSTANT else None
-                self._drained.append((job, prediction, provisional))
+            # A prediction from memory may come before the request.
+            self._counters.observe("prediction_latency_seconds", max(0.0, now - job.arrival))
+            provisional = job.level if job.level_source is LevelSource.INSTANT else None
+            self._drained.append((job, provisional))
             yield job, prediction
 
     def _count_unread(self, prediction: Prediction | None) -> None:
@@ -191,32 +191,16 @@ class PredictionFeed:
 
     def applied(self) -> None:
         """The predictions of the last `drain` have been applied: count the levels that follow from
-        them, and have long prompts read again."""
+        them."""
         drained = self._drained
         self._drained = []
-        for job, prediction, provisional in drained:
+        for job, provisional in drained:
             if job.level_source is not LevelSource.PREDICTION:
                 continue
             self._counters.add("predictions", str(job.level))
             if provisional is not None and provisional != job.level:
                 direction = "raised" if job.level < provisional else "lowered"
                 self._counters.add("corrected_levels", direction)
-            if prediction is not None:
-                self._look_again(job, prediction)
-
-    def _look_again(self, job: Job, prediction: Prediction) -> None:
-        """Have the parts of a prompt read that its first reading did not see."""
-        policy = self._core.policy
-        request = self._requests.get(job.request_id)
-        tokens = None if request is None else request.prompt_token_ids
-        unseen = 1.0 - DEFAULT_WINDOW / max(1, job.prompt_tokens)
-        if not job.level or not tokens or unseen <= 0 or job.state.is_end:
-            return
-        if self.service is not None and policy.predictor.second_look:
-            gain = doubt(prediction.urgency, job.level, unseen, policy.decision)
-            key = job.state is JobState.RUNNING, -gain
-            text = partial(self._text, tokens, _LONGEST_SECOND)
-            self.service.look_again(job.request_id, job.level, key, text)
 
     def close(self) -> None:
         """Stop the predictor process of this engine."""

@@ -200,7 +200,7 @@ def read_levels(log: Path) -> Mapping[str, int]:
         client_id(event["request"]): event["level"]
         for event in events_in(log)
         # Lines about the log and the engine are of no request.
-        if event.get("level_from") in ("prediction", "second_look")
+        if event.get("level_from") == "prediction"
     }
 
 

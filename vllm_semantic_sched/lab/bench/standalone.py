@@ -22,7 +22,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.predict.instant import InstantReader
-from vllm_semantic_sched.predict.second_look import SecondLooks
 
 _MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -158,7 +157,6 @@ class StubReader:
 
     def __init__(self) -> None:
         self._submitted: list[str] = []
-        self.second_looks = SecondLooks()
 
     def submit(self, request_id: str, *args: Any, **kwargs: Any) -> bool:
         """Take a prompt, whatever it says."""

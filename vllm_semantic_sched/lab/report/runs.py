@@ -197,8 +197,8 @@ def trace_page(
         "Tiers",
         [*(name.replace("_", " ") for name in figures), *kinds],
         cells,
-        note="Times in seconds; held: sum over all requests; raised: requests, by a second look. "
-        "Last columns: preemptions by what happened to the KV.",
+        note="Times in seconds; held: sum over all requests. Last columns: preemptions by what "
+        "happened to the KV.",
     )
     parts = table, gantt_chart("Seats", spans, requests), _tier_depths(reader)
     return Page("Event log", sentence, parts, options, python_and_versions("vllm"))

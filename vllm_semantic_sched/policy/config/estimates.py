@@ -38,9 +38,6 @@ class Predictor(Section):
     each request on arrival. `none`: requests wait for the predictor. `order`: put the request in
     order for the predictor. `start`: also give it its place in the waiting queue, and so a free
     seat. `preempt`: also take the seat of a running request, as far as the level is probable."""
-    second_look: bool = True
-    """While the predictor has no first readings to do, it reads the parts of long prompts that it
-    has not seen. A part can raise a request, never lower it. Off: each prompt is read once."""
 
     @property
     def has_instant_reader(self) -> bool:

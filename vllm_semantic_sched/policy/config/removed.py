@@ -47,11 +47,7 @@ REMOVED = {
     "predictor.instant.preempt_above": (
         "a provisional level preempts from a probability of 0.9; `predictor.instant` can forbid it"
     ),
-    "predictor.second_look.enabled": "`predictor.second_look` is true or false itself",
-    "predictor.second_look.certain": (
-        "a part raises a request from a probability of 0.98; `predictor.second_look` can switch "
-        "that off"
-    ),
+    "predictor.second_look": "the first reading of a long prompt sees its suspicious parts",
     "decision.rule": _OF_THE_MODEL,
     "decision.certain": _OF_THE_MODEL,
     "decision.possible": _OF_THE_MODEL,

@@ -20,14 +20,6 @@ _ROUNDING = 1e-6  # of probabilities that sum to 1
 # request its KV; the predictor corrects the level within a tenth of a second.
 PREEMPT_ABOVE = 0.9
 
-# Probability from which a part of a prompt raises its request. Most parts of a long prompt are out
-# of context, and a request is never lowered again.
-CERTAIN_PART = 0.98
-
-# Probability that the part of a prompt that nobody has read makes the request one of level 0. Only
-# the order of the second looks depends on it.
-_HIDDEN = 0.01
-
 
 @dataclass(frozen=True, slots=True)
 class Hint:
@@ -122,8 +114,8 @@ def reading_order(policy: Policy, hint: Hint, provisional: Prediction | None) ->
     reading = _counted(policy, hint, provisional)
     if reading is not None:
         last = len(reading.urgency) - 1
-        whole = doubt(reading.urgency, last, 0.0, policy.decision)
-        part = doubt(reading.part or reading.urgency, last, 0.0, policy.decision)
+        whole = doubt(reading.urgency, last, policy.decision)
+        part = doubt(reading.part or reading.urgency, last, policy.decision)
         return -fmean((whole, part))
     level = reading_level(policy, hint, None)
     return -mistake_cost(level, policy.levels - 1, policy.decision)
@@ -183,20 +175,10 @@ def mistake_cost(true: int, level: int, costs: MissedCosts | Decision) -> float:
     return late * missed[min(true, len(missed) - 1)]
 
 
-def doubt(
-    probabilities: Sequence[float], level: int, unseen: float, costs: MissedCosts | Decision
-) -> float:
-    """Expected cost of serving a request too late at `level`: what a second look may save.
-    `unseen`: share of the prompt, 0 to 1, that the first reading did not see."""
+def doubt(probabilities: Sequence[float], level: int, costs: MissedCosts | Decision) -> float:
+    """Expected cost of serving a request too late at `level`."""
     late = enumerate(probabilities[:level])
-    missed = math.fsum(share * mistake_cost(true, level, costs) for true, share in late)
-    return missed + unseen * _HIDDEN * mistake_cost(0, level, costs)
-
-
-def raised_level(probabilities: Sequence[float], level: int) -> int | None:
-    """The level to which a second reading raises a request of `level`; None: it stays."""
-    sure = sure_level(probabilities, CERTAIN_PART)
-    return sure if sure is not None and sure < level else None
+    return math.fsum(share * mistake_cost(true, level, costs) for true, share in late)
 
 
 class LevelWorth(NamedTuple):

@@ -36,7 +36,7 @@ class Decision:
 
     rule: Rule = "thresholds"
     certain: float = 0.73
-    possible: tuple[float, float] = (0.2, 0.004)
+    possible: tuple[float, float] = (0.2, 0.02)
     thresholds: tuple[float, ...] = (1.15, 2.06, 2.35, 2.9)
     missed_cost: tuple[float, ...] = (12.0, 6.0, 1.0)
 

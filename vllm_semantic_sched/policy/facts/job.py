@@ -92,12 +92,11 @@ LEGAL_MOVES = {
 
 class LevelSource(enum.Enum):
     """Origin of a job's urgency level, most trusted first. `INSTANT` is provisional: the instant
-    reader's, until the predictor has read the prompt. `SECOND_LOOK` has raised a prediction."""
+    reader's, until the predictor has read the prompt."""
 
     HINT = "hint"
     PRIORITY = "priority"
     PREDICTION = "prediction"
-    SECOND_LOOK = "second_look"
     INSTANT = "instant"
     DEFAULT = "default"
 

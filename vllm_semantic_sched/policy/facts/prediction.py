@@ -20,7 +20,6 @@ class Prediction:
     # Probability of each level of the most urgent part of a long text, from the instant reader.
     part: tuple[float, ...] | None = None
     instant: bool = False  # from the instant reader, which is rarely confident
-    again: bool = False  # from a second look at a part of the text, which may only raise the level
     decision: Decision = DEFAULT_DECISION  # of the model that read it
 
 
