@@ -123,7 +123,7 @@ def _end(engine: EngineLog, arrival: dict[str, Any] | None, end: dict[str, Any])
 
 
 def _recorded(arrival: dict[str, Any], end: dict[str, Any]) -> Recorded:
-    stated = arrival["level_from"] in ("hint", "priority")
+    stated = arrival["level_from"] in ("hint", "priority", "service_tier")
     blocks = np.frombuffer(base64.b64decode(end.get("blocks", "")), np.uint8).reshape(-1, 3)
     hashes = tuple((blocks @ np.array([1 << 16, 1 << 8, 1])).tolist())
     prediction = None

@@ -171,6 +171,7 @@ class SchedulingCore:
             self.policy_ref.policy.hints,
             self.policy_ref.policy.levels,
             self.policy_ref.policy.default_level,
+            self.policy_ref.policy.service_tiers,
         )
 
     def draft(

@@ -7,6 +7,8 @@ from unittest.mock import MagicMock
 
 import pytest
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse, UsageInfo
+from vllm.entrypoints.openai.completion.protocol import CompletionResponse
 from vllm.exceptions import GenerationError
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
@@ -22,17 +24,31 @@ from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
 pytestmark = pytest.mark.engine
 
 RULES = PreviewRules(parse_policy({}), None)
+TIERS = {
+    "levels": 2,
+    "default_level": 1,
+    "tiers": [
+        {"name": "first", "service_tier": "priority"},
+        {"name": "second", "service_tier": "default"},
+    ],
+}
+QUOTED = 'the field "service_tier":null of an answer'
 HEADER = ((b"x-semsched-tenant", b"gateway"),)
 
 
 class Server:
     """Hands each body's `vllm_xargs` to a fake engine, as vLLM's routes do."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy=None) -> None:
+        self.sent: list[dict] = []
+        self.status = 200
+        self.reply: dict = {"choices": [{"text": QUOTED}], "service_tier": None, "usage": 1}
         self.given: list[SamplingParams] = []
         self.priorities: list[int] = []
         self.bodies: list[bytes] = []
         self.state = SimpleNamespace(semsched=ServerState(rules=RULES), engine_client=self)
+        if policy is not None:
+            self.state.semsched.rules = PreviewRules(parse_policy(policy), None)
 
     async def generate(self, prompt, sampling_params, request_id, priority=0):
         self.given.append(sampling_params)
@@ -64,6 +80,21 @@ class Server:
         async for _ in self.state.engine_client.generate("", params, scope.get("id", "id")):
             pass
 
+    async def answer(self, scope, receive, send):
+        """Answers as vLLM does, after the engine."""
+        await self.app(scope, receive, send)
+        body = json.dumps(self.reply, separators=(",", ":")).encode()
+        length = (b"content-length", str(len(body)).encode())
+        await send({"type": "http.response.start", "status": self.status, "headers": [length]})
+        await send({"type": "http.response.body", "body": body})
+
+    async def stream(self, scope, receive, send):
+        await self.app(scope, receive, send)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for more in (True, False):
+            chunk = {"type": "http.response.body", "body": b"data: {}", "more_body": more}
+            await send(chunk)
+
     def post(
         self,
         body,
@@ -88,7 +119,7 @@ class Server:
             return messages.pop(0)
 
         async def send(message):
-            pass
+            self.sent.append(message)
 
         scope = {
             "type": "http",
@@ -175,6 +206,60 @@ def test_beams_have_the_hints_of_the_request(body, headers, extra, priority) -> 
     server.post(body | {"use_beam_search": True}, headers, app="search")
     assert [params.extra_args for params in server.given] == [extra] * 4
     assert server.priorities == [priority] * 4
+
+
+@pytest.mark.parametrize(
+    ("body", "given", "served"),
+    [
+        ({"service_tier": "priority"}, "priority", "priority"),
+        ({"service_tier": "auto"}, "auto", "default"),
+        ({"service_tier": "flex"}, "flex", "default"),
+        ({"service_tier": "priority", "vllm_xargs": {"urgency": 1}}, "priority", "default"),
+        ({"vllm_xargs": {"service_tier": "priority"}}, "priority", "priority"),
+        ({"service_tier": ["priority"]}, None, None),
+        ({}, None, None),
+    ],
+)
+def test_answer_names_the_service_tier_that_served_it(body, given, served) -> None:
+    server = Server(TIERS)
+    server.post(body, app="answer")
+    assert (server.given[0].extra_args or {}).get("service_tier") == given
+    head, part = server.sent
+    headers = dict(head["headers"])
+    assert headers.get(b"x-semsched-service-tier") == (served and served.encode())
+    assert json.loads(part["body"]) == server.reply | {"service_tier": served}
+    assert int(headers[b"content-length"]) == len(part["body"])
+
+
+@pytest.mark.parametrize("answer", [ChatCompletionResponse, CompletionResponse])
+def test_vllms_own_answers_name_it(answer) -> None:
+    usage = UsageInfo(prompt_tokens=1, total_tokens=1)
+    server = Server(TIERS)
+    server.reply = answer(model="m", choices=[], usage=usage).model_dump()
+    server.post({"service_tier": "priority"}, app="answer")
+    assert json.loads(server.sent[1]["body"])["service_tier"] == "priority"
+
+
+def test_stream_names_the_service_tier_in_its_head() -> None:
+    server = Server(TIERS)
+    server.post({"service_tier": "priority"}, app="stream")
+    assert dict(server.sent[0]["headers"])[b"x-semsched-service-tier"] == b"priority"
+    assert [message["body"] for message in server.sent[1:]] == [b"data: {}"] * 2
+
+
+def test_without_tiers_that_have_one_no_service_tier_is_read_or_named() -> None:
+    server = Server()
+    server.post({"service_tier": "priority"}, app="answer")
+    assert server.given[0].extra_args is None
+    assert json.loads(server.sent[1]["body"]) == server.reply
+    assert b"x-semsched-service-tier" not in dict(server.sent[0]["headers"])
+
+
+def test_error_names_no_service_tier() -> None:
+    server = Server(TIERS)
+    server.status = 400
+    server.post({"service_tier": "priority"}, app="answer")
+    assert b"x-semsched-service-tier" not in dict(server.sent[0]["headers"])
 
 
 def test_ids_of_vllms_beams_are_recognized() -> None:

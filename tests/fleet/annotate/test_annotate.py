@@ -11,6 +11,7 @@ from aiohttp import ClientSession
 from aiohttp.test_utils import TestServer
 
 from vllm_semantic_sched.fleet.annotate.annotator import Annotator, Reader, make_app
+from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.predict.instant import InstantReader
 
@@ -31,6 +32,15 @@ def test_text_and_chat_get_the_same_level(annotator) -> None:
     assert annotator.annotate({"text": URGENT}).level == 0
     assert annotator.annotate(chat(URGENT)) == annotator.annotate({"text": URGENT})
     assert annotator.annotate({"text": CALM}).level > 2
+
+
+def test_service_tier_counts_where_the_policy_has_it(annotator) -> None:
+    tiers = [tier.model_dump() for tier in annotator.policy.tiers]
+    tiers[4]["service_tier"] = "flex"
+    policy = parse_policy({"tiers": tiers})
+    request = chat(URGENT, service_tier="flex")
+    assert Annotator(policy, None).annotate(request).level == 4
+    assert annotator.annotate(request).level == 0
 
 
 def test_hint_overrides_reading_and_limit_bounds_length(annotator) -> None:

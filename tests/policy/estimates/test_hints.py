@@ -7,10 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_semantic_sched.policy.config import parse_policy
+from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.estimates.decision import read_hints
 from vllm_semantic_sched.policy.facts.job import LevelSource
 
 DEFAULT = parse_policy({})
+TIERS = parse_policy(
+    {
+        "levels": 3,
+        "default_level": 1,
+        "tiers": [
+            {"name": "first", "service_tier": "priority"},
+            {"name": "second", "service_tier": "default"},
+            {"name": "third", "service_tier": "flex"},
+        ],
+    }
+)
 VLLM = parse_policy({"hints": {"priority": "vllm"}})
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -75,3 +87,43 @@ def test_policy_can_cap_or_ignore_hints() -> None:
         read_hints({"urgency": "abc"}, 0, ignore.hints, ignore.levels, ignore.default_level).problem
         is None
     )
+
+
+def read_tier(extra_args, priority=0, policy=TIERS):
+    return read_hints(
+        extra_args,
+        priority,
+        policy.hints,
+        policy.levels,
+        policy.default_level,
+        policy.service_tiers,
+    )
+
+
+@pytest.mark.parametrize(
+    ("service_tier", "level"),
+    [("priority", 0), ("default", 1), ("auto", 1), ("flex", 2)],
+)
+def test_service_tier_of_a_policy_is_a_hint(service_tier, level) -> None:
+    hint = read_tier({"service_tier": service_tier})
+    assert (hint.level, hint.source) == (level, LevelSource.SERVICE_TIER)
+
+
+@given(anything)
+def test_service_tier_that_no_tier_has_says_nothing(sent) -> None:
+    for policy, service_tier in ((TIERS, sent), (DEFAULT, "flex")):
+        hint = read_tier({"service_tier": service_tier}, policy=policy)
+        assert (hint.level, hint.source) == (None, LevelSource.DEFAULT)
+
+
+def test_stated_level_is_more_than_a_service_tier() -> None:
+    assert read_tier({"service_tier": "flex", "urgency": 0}).source is LevelSource.HINT
+    assert read_tier({"service_tier": "flex"}, priority=1).source is LevelSource.PRIORITY
+    wrong = read_tier({"service_tier": "flex", "urgency": 99})
+    assert wrong.level == 2 and wrong.problem is not None
+
+
+def test_two_tiers_cannot_have_the_same_service_tier() -> None:
+    tiers = [{"name": name, "service_tier": "flex"} for name in "ab"]
+    with pytest.raises(PolicyError, match="service_tier: flex occurs twice"):
+        parse_policy({"levels": 2, "default_level": 1, "tiers": tiers})

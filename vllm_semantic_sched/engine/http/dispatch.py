@@ -12,6 +12,7 @@ from vllm_semantic_sched.engine.http.request_context import (
     incoming,
     state_of,
     tenant_arguments,
+    with_service_tier,
 )
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.requests.arrivals import pass_reading
@@ -48,6 +49,7 @@ class Dispatch:
                 name = "extra_kwargs" if pooling else "extra_args"
                 given = getattr(params, name, None)
                 extra = tenant_arguments(given, request.user, request.tenant)
+                extra = with_service_tier(extra, request.service_tier)
                 if params is not None and extra is not given:
                     setattr(params, name, extra)
             if request.reading is not None:

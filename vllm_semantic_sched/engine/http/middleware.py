@@ -37,6 +37,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Any, Send], Awaitable[None]]
 Outputs = AsyncGenerator[Any, None]
 
+SERVICE_TIER_HEADER = b"x-semsched-service-tier"  # of an answer
+_NO_TIER = b'"service_tier":null'  # in the body of vLLM's answers
 STREAMED_ERROR = b'data: {"error"'  # start of the event by which vLLM's streams report an error
 
 
@@ -109,8 +111,8 @@ class Refusals:
 
 
 class _Response:
-    """Forwards what the application sends, or the refusal in its place, with the level that the
-    request arrived with as a header."""
+    """Forwards what the application sends, with the level that the request arrived with and the
+    tier that served it, or the refusal in its place."""
 
     def __init__(self, send: Send, request: RequestContext) -> None:
         self._send = send
@@ -128,6 +130,8 @@ class _Response:
             self._replaced = True
             await self.refuse(self._head, self._refusals[0])
         else:
+            if self._head is not None and self._request.served_tier is not None:
+                self._head, message = name_tier(self._head, message, self._request.served_tier)
             await self.flush()
             if self._refusals and bytes(message.get("body", b"")).startswith(STREAMED_ERROR):
                 event = f"data: {json.dumps(self._refusals[0].body())}\n\n"
@@ -161,6 +165,25 @@ class _Response:
         start = {"type": "http.response.start", "status": refusal.code.status, "headers": headers}
         await self._send(start)
         await self._send({"type": "http.response.body", "body": body})
+
+
+@guarded(lambda head, message, tier: (head, message))
+def name_tier(head: Message, message: Message, tier: str) -> tuple[Message, Message]:
+    """The head of a response and the first part of its body, with the service tier: in a header,
+    and in place of the null that vLLM writes, if this part is the whole body."""
+    if head["status"] != HTTPStatus.OK:
+        return head, message
+    headers = [*head.get("headers", ()), (SERVICE_TIER_HEADER, tier.encode())]
+    body = bytes(message.get("body", b""))
+    # The text of an answer cannot have this: its quotation marks are escaped.
+    named = body.replace(_NO_TIER, _NO_TIER.replace(b"null", json.dumps(tier).encode()), 1)
+    if named != body and not message.get("more_body", False):
+        message = {**message, "body": named}
+        headers = [
+            (name, str(len(named)).encode() if name.lower() == b"content-length" else value)
+            for name, value in headers
+        ]
+    return {**head, "headers": headers}, message
 
 
 def watch(app: Any) -> None:

@@ -19,12 +19,18 @@ from vllm_semantic_sched.engine.http.request_context import (
     RequestContext,
     incoming,
     state_of,
+    with_service_tier,
 )
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.startup.settings import load_settings
 from vllm_semantic_sched.engine.vllm_api import other_scheduler
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.estimates.decision import read_hints, reading_level
+from vllm_semantic_sched.policy.estimates.decision import (
+    SERVICE_TIER,
+    Hint,
+    read_hints,
+    reading_level,
+)
 from vllm_semantic_sched.policy.facts.job import LevelSource
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.predict.instant import InstantReader
@@ -55,6 +61,8 @@ class RequestPreview(NamedTuple):
     user: str | None = None  # the OpenAI field
     has_media: bool = False  # preparing it means to fetch or decode pictures or sound
     hints: Mapping[str, Any] | None = None  # `urgency` and `priority`, as far as it states them
+    service_tier: str | None = None  # as it states it, if the policy reads that
+    served_tier: str | None = None  # by which it is served, of those of the OpenAI API
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,15 @@ class PreviewRules:
         if priority is None:
             priority = request.get("priority")
         extra = request.get("vllm_xargs")
-        hint = read_hints(extra, priority, policy.hints, policy.levels, policy.default_level)
+        service_tier = stated_tier(request, policy)
+        hint = read_hints(
+            with_service_tier(extra, service_tier),
+            priority,
+            policy.hints,
+            policy.levels,
+            policy.default_level,
+            policy.service_tiers,
+        )
         texts, has_media = read_user(request)
         reading = None
         level_from = hint.source
@@ -117,7 +133,26 @@ class PreviewRules:
             user=user if isinstance(user, str) else None,
             has_media=has_media,
             hints=hints,
+            service_tier=service_tier,
+            served_tier=None if service_tier is None else served_tier(service_tier, hint),
         )
+
+
+def stated_tier(request: dict[str, Any], policy: Policy) -> str | None:
+    """The `service_tier` of an OpenAI request, in its `vllm_xargs` or as a field; None if it has
+    none, or the policy reads none."""
+    if not policy.service_tiers:
+        return None
+    stated = request.get(SERVICE_TIER)
+    extra = request.get("vllm_xargs")
+    if isinstance(extra, dict):
+        stated = extra.get(SERVICE_TIER, stated)
+    return stated if isinstance(stated, str) else None
+
+
+def served_tier(stated: str, hint: Hint) -> str:
+    """The tier that an answer names: the stated one if the level is that tier's."""
+    return stated if hint.source is LevelSource.SERVICE_TIER and stated != "auto" else "default"
 
 
 def read_user(request: dict[str, Any]) -> tuple[list[str], bool]:
@@ -194,6 +229,8 @@ class UrgentFirst:
         request.level, request.level_from = preview.level, preview.level_from.value
         request.reading = preview.reading
         request.user, request.hints = preview.user, preview.hints
+        request.service_tier = preview.service_tier
+        request.served_tier = preview.served_tier
         if preview.has_media:  # it would hold a slot while a picture is fetched
             await self._app(scope, receive, send)
         else:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from vllm_semantic_sched.engine.http.peer_servers import PeerServers
+from vllm_semantic_sched.policy.estimates.decision import SERVICE_TIER
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.overload.refusal import Refusal
 
@@ -28,6 +29,8 @@ class RequestContext:
     priority: int | None = None  # of the header, if it is a number
     user: str | None = None  # of the OpenAI field, if the body was read
     hints: Mapping[str, Any] | None = None  # `urgency` and `priority`, if the body was read
+    service_tier: str | None = None  # see `preparation.RequestPreview`
+    served_tier: str | None = None
     level: int | None = None  # by hint or reading, if the body was read
     level_from: str | None = None  # its origin, see `LevelSource`
     reading: Prediction | None = None  # see `preparation.RequestPreview`
@@ -73,6 +76,14 @@ def state_of(app: Any) -> ServerState:
     if not isinstance(state, ServerState):
         state = app.state.semsched = ServerState()
     return state
+
+
+def with_service_tier(extra: Any, service_tier: str | None) -> Any:
+    """The `vllm_xargs` of a request with its service tier; the object itself if there is none."""
+    known = {} if extra is None else extra
+    if service_tier is None or not isinstance(known, dict):
+        return extra
+    return {**known, SERVICE_TIER: service_tier}
 
 
 def tenant_arguments(extra: Any, user: Any, header: str | None) -> Any:

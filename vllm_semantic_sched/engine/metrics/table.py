@@ -47,7 +47,7 @@ _KINDS = tuple(kind.value for kind in PreemptionKind)
 COUNTERS = {
     "requests": Metric(
         "Requests by what was known of their urgency on arrival.",
-        {"level_from": ("hint", "priority", "instant", "default")},
+        {"level_from": ("hint", "priority", "service_tier", "instant", "default")},
     ),
     "ended_requests": Metric(
         "Requests by how they ended: completed, failed, cancelled, refused.",

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from aiohttp import web
 
 from vllm_semantic_sched.engine.guard import guarded, logger
-from vllm_semantic_sched.engine.http.preparation import read_user
+from vllm_semantic_sched.engine.http.preparation import read_user, stated_tier
+from vllm_semantic_sched.engine.http.request_context import with_service_tier
 from vllm_semantic_sched.fleet.gateways import GATEWAYS
 from vllm_semantic_sched.policy.config import Policy, load_policy
 from vllm_semantic_sched.policy.estimates.decision import (
@@ -71,11 +72,12 @@ class Annotator:
         text."""
         policy = self.policy
         hint = read_hints(
-            request.get("vllm_xargs"),
+            with_service_tier(request.get("vllm_xargs"), stated_tier(request, policy)),
             request.get("priority"),
             policy.hints,
             policy.levels,
             policy.default_level,
+            policy.service_tiers,
         )
         text = self.text_of(request)
         reading = self._instant.read(text) if text and self._instant is not None else None

@@ -96,6 +96,12 @@ class Policy(Section):
         [(name, count)] = Counter(tier.name for tier in self.tiers).most_common(1)
         if count > 1:
             raise ValueError(f"tiers: the name {name!r} occurs twice; valid: distinct names")
+        wanted = Counter(tier.service_tier for tier in self.tiers if tier.service_tier is not None)
+        for service_tier, count in wanted.items():
+            if count > 1:
+                raise ValueError(
+                    f"tiers: service_tier: {service_tier} occurs twice; valid: one tier for each"
+                )
         if self.tiers[0].shed_order is not None:
             raise ValueError("tiers.0.shed_order: the most urgent tier is never shed; valid: unset")
         shares = sum(tier.share or 0.0 for tier in self.tiers)
@@ -112,6 +118,17 @@ class Policy(Section):
     def tier_names(self) -> tuple[str, ...]:
         """Name of each level in metrics and messages: its number if the policy has no tiers."""
         return tuple(tier.name for tier in self.all_tiers)
+
+    @cached_property
+    def service_tiers(self) -> dict[str, int]:
+        """The level of each `service_tier` of the OpenAI API that the policy knows."""
+        levels: dict[str, int] = {}
+        for level, tier in enumerate(self.tiers):
+            if tier.service_tier is not None:
+                levels[tier.service_tier] = level
+        if "default" in levels:
+            levels["auto"] = levels["default"]
+        return levels
 
     @cached_property
     def target_shares(self) -> tuple[float, ...]:

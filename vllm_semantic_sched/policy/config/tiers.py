@@ -50,6 +50,9 @@ class Tier(Section):
     name: str = Field(min_length=1, max_length=40)
     """Used in metrics and messages."""
     slo: Slo = Slo()
+    service_tier: Literal["default", "priority", "flex"] | None = None
+    """Requests with this `service_tier` of the OpenAI API get this level; a value that no tier has
+    is ignored. `auto` counts as `default`."""
     share: float | None = Field(None, gt=0, le=1)
     """Target share of the engine's time. Tiers without one divide the rest evenly."""
     pace: float | None = Field(None, gt=0)

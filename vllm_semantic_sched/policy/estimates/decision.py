@@ -3,9 +3,10 @@
 import bisect
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from vllm_semantic_sched.policy.config import Policy
@@ -19,6 +20,9 @@ _ROUNDING = 1e-6  # of probabilities that sum to 1
 # Probability from which a provisional level may take a seat. A wrong preemption costs a running
 # request its KV; the predictor corrects the level within a tenth of a second.
 PREEMPT_ABOVE = 0.9
+
+SERVICE_TIER = "service_tier"  # field of the OpenAI API, and key in a request's `vllm_xargs`
+NO_SERVICE_TIERS: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,8 @@ def decide(
 
 
 def deciding_rule(policy: Policy, job: Job) -> str:
-    """What decided a job's level: `hint`, `priority`, `default`, `tenant_top`, or see `decide`."""
+    """What decided a job's level: `hint`, `priority`, `service_tier`, `default`, `tenant_top`, or
+    see `decide`."""
     source = job.level_source
     prediction = job.prediction
     if job.best_level and job.level == job.best_level:
@@ -202,11 +207,16 @@ def level_worth(policy: Policy) -> LevelWorth:
 
 
 def read_hints(
-    extra_args: Any, priority: Any, hints: Hints, levels: int, default_level: int
+    extra_args: Any,
+    priority: Any,
+    hints: Hints,
+    levels: int,
+    default_level: int,
+    service_tiers: Mapping[str, int] = NO_SERVICE_TIERS,
 ) -> Hint:
     """Read an explicit urgency from a request's `vllm_xargs`, else a nonzero priority (vLLM's: 0
-    and unset look the same). Clients are untrusted: both may be of any type, and nothing is
-    raised. `levels`, `default_level`: of the policy."""
+    and unset look the same), else a `service_tier`. Clients are untrusted: all may be of any type,
+    and nothing is raised. `levels`, `default_level`, `service_tiers`: of the policy."""
     problem = None
     if hints.urgency != "ignore" and isinstance(extra_args, dict) and "urgency" in extra_args:
         sent = extra_args["urgency"]
@@ -222,6 +232,10 @@ def read_hints(
         level = default_level + priority if hints.priority == "vllm" else priority
         level = _capped(min(max(level, 0), levels - 1), hints.priority, hints)
         return Hint(level, LevelSource.PRIORITY, problem)
+    if service_tiers and isinstance(extra_args, dict):
+        service_tier = extra_args.get(SERVICE_TIER)
+        if isinstance(service_tier, str) and service_tier in service_tiers:
+            return Hint(service_tiers[service_tier], LevelSource.SERVICE_TIER, problem)
     return Hint(None, LevelSource.DEFAULT, problem)
 
 

@@ -96,6 +96,7 @@ class LevelSource(enum.Enum):
 
     HINT = "hint"
     PRIORITY = "priority"
+    SERVICE_TIER = "service_tier"
     PREDICTION = "prediction"
     INSTANT = "instant"
     DEFAULT = "default"
