@@ -152,6 +152,26 @@ def test_says_what_it_does_not_know(tmp_path) -> None:
     assert "tiers has 3 levels" in text and "clients that would" in text
 
 
+@pytest.mark.parametrize(
+    ("on_arrival", "at_the_end", "hint"),
+    [
+        ("hint", "hint", 0),
+        ("service_tier", "service_tier", 0),
+        ("session", "session", 0),
+        ("session", "prediction", None),
+        ("default", "default", None),
+    ],
+)
+def test_levels_that_no_text_decides_are_replayed(tmp_path, on_arrival, at_the_end, hint) -> None:
+    path = log_of(tmp_path / "events.jsonl", served({"base": "fcfs"}, load(1)))
+    engine, arrival, end = (json.loads(line) for line in path.read_text().splitlines())
+    arrival |= {"level": 0, "level_from": on_arrival}
+    end["level_from"] = at_the_end
+    path.write_text("".join(json.dumps(line) + "\n" for line in (engine, arrival, end)))
+    [request] = read_log(path)[0].requests
+    assert request.request.hint == hint
+
+
 def test_log_without_requests_is_unusable(tmp_path, capsys) -> None:
     path = log_of(tmp_path / "events.jsonl", [])
     with pytest.raises(UnusableLog, match="no finished requests"):

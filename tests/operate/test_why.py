@@ -6,7 +6,7 @@ import re
 import pytest
 
 from vllm_semantic_sched.cli import main
-from vllm_semantic_sched.operate.why import account_of, sentence, summarize
+from vllm_semantic_sched.operate.why import account_of, sentence, summarize, timeline
 
 START = 1_700_000_000.0
 
@@ -145,3 +145,25 @@ def test_line_without_a_field_is_an_error_with_its_name(tmp_path, capsys) -> Non
     assert main(["why", "cmpl-x", str(path)]) == 1
     said = "semsched why: a line of the log lacks the field 'output_tokens'\n"
     assert capsys.readouterr().err == said
+
+
+def test_timeline_shows_the_floor_of_a_session_and_its_evidence(tmp_path) -> None:
+    floor = {"floor": 0, "floor_by": "cmpl-a", "floor_from": "prediction", "floor_age": 31.2}
+    path = tmp_path / "events.jsonl"
+    arrivals = [
+        event(0.0, "x", None, "queued", 0, rule="session", turn=2, **floor),
+        event(0.1, "x", "queued", "queued", 3, reason="read", level_before=0, rule="certain",
+              urgency=P, turn=2, **floor),
+        event(0.0, "y", None, "queued", 2, rule="default", turn=1),
+    ]  # fmt: skip
+    path.write_text("\n".join(arrivals) + "\n")
+    account = account_of([path], "cmpl-x")
+    assert account is not None
+    evidence = "turn 2 of its session, whose floor is level 0 by cmpl-a (second look, 31 s ago)"
+    (_, arrived), (_, read) = timeline(account)
+    assert arrived == f"arrived, level 0 by session, {evidence}"
+    shares = "0.02 0.08 0.10 0.70 0.10"
+    assert read == f"read: level 0 became 3 by certain (P = {shares}), {evidence}"
+    other = account_of([path], "cmpl-y")
+    assert other is not None
+    assert timeline(other)[0][1] == "arrived, level 2 by default, turn 1 of its session"

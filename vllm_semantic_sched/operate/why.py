@@ -297,10 +297,23 @@ def _rule(event: Event) -> str:
         return ""
     rule = event["rule"].replace("_", " ")
     shares = " ".join(f"{share:.2f}" for share in event.get("urgency", ()))
-    if not shares:
-        return f" by {rule}"
     model = f"; model {event['model']}" if "model" in event else ""
-    return f" by {rule} (P = {shares}{model})"
+    reading = f" (P = {shares}{model})" if shares else ""
+    return f" by {rule}{reading}{_session(event)}"
+
+
+def _session(event: Event) -> str:
+    """The turn of a session, and the evidence for the level that it inherits."""
+    if "turn" not in event:
+        return ""
+    turn = f", turn {event['turn']} of its session"
+    if "floor" not in event:
+        return turn
+    source = event["floor_from"].replace("_", " ")
+    return (
+        f"{turn}, whose floor is level {event['floor']} by {event['floor_by']} "
+        f"({source}, {event['floor_age']:.0f} s ago)"
+    )
 
 
 # Many requests

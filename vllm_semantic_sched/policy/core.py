@@ -18,6 +18,7 @@ from vllm_semantic_sched.policy.facts.job import (
     LevelSource,
     Preempted,
     Rank,
+    SessionTurn,
     StatedLength,
     rank_of,
 )
@@ -45,6 +46,7 @@ from vllm_semantic_sched.policy.retention import (
     PreemptionPlan,
     plan_preemption,
 )
+from vllm_semantic_sched.policy.sessions import Sessions
 
 URGENT = "urgent"
 """Reason of a preemption for a more urgent request, which counts for `max_per_request`."""
@@ -87,7 +89,8 @@ class SchedulingCore:
         self.running = RunningSet(lambda: self.estimates.scale.given.gamma2)
         self.eviction = Eviction(self.running, self.seating, self.estimates.rank_seconds)
         self.lifecycle = Lifecycle(clock, on_error)
-        self.levels = LevelDecider(self.seating, self.lifecycle)
+        self.sessions = Sessions(self.policy_ref)
+        self.levels = LevelDecider(self.seating, self.lifecycle, self.sessions)
         self.overload: OverloadControl | None = None  # see `set_capacity`
         self.on_error = on_error
         self.sharing = PrefillSharing(self.running, self.waiting)
@@ -115,6 +118,8 @@ class SchedulingCore:
         with no effect, if `check` refuses it."""
         self.check(policy)
         self.policy_ref.switch(policy)
+        if policy.sessions.memory is None:
+            self.sessions.clear()
         self.estimates.use_profile(profile)
         self.seating.policy_changed()
         # Popped from the end, so that running jobs come first.
@@ -184,12 +189,14 @@ class SchedulingCore:
         tenant: str = ANONYMOUS,
         stated: StatedLength = FREE_LENGTH,
         provisional: Prediction | None = None,
+        session: SessionTurn | None = None,
     ) -> Job:
         """Create a job for a request that is on its way, for `arrive`. Safe on any thread.
 
         Args:
             max_output_tokens: the request's limit; `stated` may lower it.
             provisional: the instant reader's prediction, used as far as the policy allows.
+            session: its turn, as `Sessions.begin` gave it; None: it belongs to no session.
         """
         if stated.longest is not None:
             max_output_tokens = min(max_output_tokens, stated.longest)
@@ -206,6 +213,9 @@ class SchedulingCore:
             tenant=tenant,
         )
         self.levels.glance(job, provisional)
+        if session is not None:
+            job.session = session
+            self.levels.inherit(job)
         estimates = self.estimates
         job.draft = Draft(seconds=estimates.rank_seconds(job), tokens=estimates.tokens(job))
         return job
@@ -218,6 +228,9 @@ class SchedulingCore:
             job.level_source is not LevelSource.DEFAULT or not job.awaits_prediction
         ):
             job.level = self.levels.capped(job, job.level)
+        if job.session is not None:
+            self.sessions.arrived(job.session, now)
+            self.sessions.decided(job, now)
         if self.lifecycle.journal is None:
             self.lifecycle.arrive(job)
         else:

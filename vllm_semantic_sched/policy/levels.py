@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_semantic_sched.policy.estimates import decision
-from vllm_semantic_sched.policy.facts.job import Job, LevelSource
+from vllm_semantic_sched.policy.facts.job import STATED, UNREAD, Job, LevelSource, SessionTurn
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.facts.wait import Cause
 from vllm_semantic_sched.policy.order.seating import Seating
+from vllm_semantic_sched.policy.record.event_format import LONGEST_ID
 from vllm_semantic_sched.policy.record.lifecycle import NOTHING, Lifecycle
+from vllm_semantic_sched.policy.sessions import Sessions
 
 _PLACING = ("start", "preempt")
 """Values of `predictor.instant` with which a provisional level places a request in the queue."""
@@ -17,9 +19,10 @@ _PLACING = ("start", "preempt")
 class LevelDecider:
     """Decides levels; whoever has the job stores it again, because its rank has changed."""
 
-    def __init__(self, seating: Seating, lifecycle: Lifecycle) -> None:
+    def __init__(self, seating: Seating, lifecycle: Lifecycle, sessions: Sessions) -> None:
         self._seating = seating
         self._lifecycle = lifecycle
+        self._sessions = sessions
 
     def decided(self, job: Job) -> int:
         """The level by a job's prediction or the default; the level of a hint stays."""
@@ -44,6 +47,17 @@ class LevelDecider:
             job.level_source = LevelSource.INSTANT
             job.level = self.decided(job)
             job.sure_level = decision.rightful_level(policy, provisional.urgency)
+
+    def inherit(self, job: Job) -> None:
+        """Give a new job the floor of its session, if that is more urgent and its client states no
+        level. Until its text has been read, it has the rights of its provisional level."""
+        floor = None if job.session is None else job.session.floor
+        if floor is None or job.level_source in STATED or floor.level >= job.level:
+            return
+        if job.awaits_prediction and job.level_source is LevelSource.DEFAULT:
+            job.sure_level = None
+        job.level = floor.level
+        job.level_source = LevelSource.SESSION
 
     def capped(self, job: Job, level: int, counted: bool = False) -> int:
         """`level`, or the next one that the tenant's cap on top levels allows; `counted`: the
@@ -80,17 +94,31 @@ class LevelDecider:
         job.draft = None  # made without it
         if prediction is not None:
             job.prediction = prediction
-            if job.level_source in (LevelSource.DEFAULT, LevelSource.INSTANT):
-                counted = job.level_source is LevelSource.INSTANT
+            if job.level_source in UNREAD:
+                counted = job.level_source is not LevelSource.DEFAULT
                 job.level_source = LevelSource.PREDICTION
                 job.sure_level = 0
-                level = self.capped(job, self.decided(job), counted)
+                level = self.decided(job)
+                if job.session is not None:
+                    level = self._floored(job, level)
+                level = self.capped(job, level, counted)
                 self.change(job, level, unread and level < before)
+                if job.session is not None:
+                    self._sessions.decided(job, self._lifecycle.clock())
         waits, queue = self._lifecycle.waits, self._seating.waiting
         if waits is not None and unread and job.wait is not None and job not in queue:
             waits.split(job.wait, Cause.UNREAD)  # it is queued only now
         if self._lifecycle.journal is not None:
             self._lifecycle.note(job, "read", {"level_before": before, **self.explain(job)})
+
+    def _floored(self, job: Job, level: int) -> int:
+        """The level of a job that has been read, or the floor of its session. A floor that comes
+        from a text holds no longer: the text was read again, before this one."""
+        floor = None if job.session is None else job.session.floor
+        if floor is None or floor.source not in STATED or floor.level >= level:
+            return level
+        job.level_source = LevelSource.SESSION
+        return max(floor.level, job.best_level)
 
     def tell(self, job: Job, level: int, source: LevelSource) -> None:
         """Apply a level that the client states later."""
@@ -104,9 +132,26 @@ class LevelDecider:
         if self._lifecycle.journal is None:
             return NOTHING
         rule, prediction = decision.deciding_rule(self._seating.policy, job), job.prediction
-        if prediction is None:
-            return {"rule": rule}
-        return {"rule": rule, "urgency": _rounded(prediction)}
+        details: dict[str, Any] = {"rule": rule}
+        if prediction is not None:
+            details["urgency"] = _rounded(prediction)
+        if job.session is not None:
+            details |= _session(job.session, self._lifecycle.clock())
+        return details
+
+
+def _session(turn: SessionTurn, now: float) -> dict[str, Any]:
+    """The turn of a session, and the evidence for its floor."""
+    floor = turn.floor
+    if floor is None:
+        return {"turn": turn.number}
+    return {
+        "turn": turn.number,
+        "floor": floor.level,
+        "floor_by": floor.request_id[:LONGEST_ID],
+        "floor_from": floor.source.value,
+        "floor_age": round(now - floor.time, 3),
+    }
 
 
 def _rounded(prediction: Prediction) -> list[float]:

@@ -18,6 +18,7 @@ class SimRequest:
     prompt_tokens: int
     output_tokens: int
     tenant: str = ""
+    session: str = ""  # empty: it belongs to none
     hint: int | None = None  # level that its client states; None: see `workload.hints`
     limit: int | None = None  # its `max_tokens`; None: see `workload.limits`
     shortest: int = 0  # tokens before which its answer cannot end

@@ -173,6 +173,10 @@ class Simulation:
         stated_length = StatedLength(
             shortest=request.shortest, longest=request.shortest if exact else None
         )
+        turn = None
+        if request.session and policy.sessions.memory is not None:
+            now = replica.core.lifecycle.clock()
+            turn = replica.core.sessions.begin(request.tenant, request.session, now)
         job = replica.core.draft(
             str(index),
             prompt_tokens=request.prompt_tokens,
@@ -182,6 +186,7 @@ class Simulation:
             tenant=request.tenant,
             provisional=instant,
             stated=stated_length,
+            session=turn,
         )
         if settings.predictor.hold:
             replica.core.arrive(job, request.arrival)

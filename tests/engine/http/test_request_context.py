@@ -33,6 +33,7 @@ TIERS = {
     ],
 }
 QUOTED = 'the field "service_tier":null of an answer'
+SESSION_HEADER = ((b"x-session-id", b"chat-7"),)
 HEADER = ((b"x-semsched-tenant", b"gateway"),)
 
 
@@ -162,6 +163,21 @@ def test_header_of_the_gateway_wins_on_every_route(path) -> None:
     server = Server()
     server.post({"vllm_xargs": {"tenant": "somebody else"}}, HEADER, path)
     assert server.given[0].extra_args["tenant"] == "gateway"
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "session"),
+    [
+        ({}, SESSION_HEADER, "chat-7"),
+        ({"vllm_xargs": {"session": "own"}}, SESSION_HEADER, "chat-7"),
+        ({"vllm_xargs": {"session": "own"}}, (), "own"),
+        ({}, (), None),
+    ],
+)
+def test_session_header_overrides_xargs(body, headers, session) -> None:
+    server = Server()
+    server.post(body, headers)
+    assert (server.given[0].extra_args or {}).get("session") == session
 
 
 @pytest.mark.parametrize("body", [b'{"user": broken', b'["user"]', b"", b"[" * 20_000])

@@ -249,6 +249,7 @@ tiers:
   - {name: e}
 fair_share: {enabled: true}
 tenants: {fair: true}
+sessions: {memory: 600}
 """
 # Of the predictor, of KV on the host, of estimates that need either, and of errors.
 ELSEWHERE = ("predictor_", "host_", "profile_", "length_", "predictions", "policy_errors")

@@ -31,6 +31,7 @@ tiers:
   - {name: semi-urgent}
   - {name: non-urgent, queue: {requests: 6}}
 fair_share: {enabled: true}
+sessions: {memory: 600}
 tenants: {fair: true}
 protect: {level: 0}
 events: {path: %s}

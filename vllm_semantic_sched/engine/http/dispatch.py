@@ -12,11 +12,12 @@ from vllm_semantic_sched.engine.http.request_context import (
     incoming,
     state_of,
     tenant_arguments,
-    with_service_tier,
+    with_argument,
 )
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
-from vllm_semantic_sched.engine.requests.arrivals import pass_reading
+from vllm_semantic_sched.engine.requests.arrivals import SESSION, pass_reading
 from vllm_semantic_sched.engine.vllm_api import RANK, engine_count, is_beam
+from vllm_semantic_sched.policy.estimates.decision import SERVICE_TIER
 from vllm_semantic_sched.policy.placement import Placed, Placement
 
 
@@ -49,7 +50,8 @@ class Dispatch:
                 name = "extra_kwargs" if pooling else "extra_args"
                 given = getattr(params, name, None)
                 extra = tenant_arguments(given, request.user, request.tenant)
-                extra = with_service_tier(extra, request.service_tier)
+                extra = with_argument(extra, SERVICE_TIER, request.service_tier)
+                extra = with_argument(extra, SESSION, request.session)
                 if params is not None and extra is not given:
                     setattr(params, name, extra)
             if request.reading is not None:

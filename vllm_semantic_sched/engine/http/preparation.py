@@ -19,7 +19,7 @@ from vllm_semantic_sched.engine.http.request_context import (
     RequestContext,
     incoming,
     state_of,
-    with_service_tier,
+    with_argument,
 )
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.startup.settings import load_settings
@@ -105,7 +105,7 @@ class PreviewRules:
         extra = request.get("vllm_xargs")
         service_tier = stated_tier(request, policy)
         hint = read_hints(
-            with_service_tier(extra, service_tier),
+            with_argument(extra, SERVICE_TIER, service_tier),
             priority,
             policy.hints,
             policy.levels,

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from vllm_semantic_sched.engine.http.peer_servers import PeerServers
-from vllm_semantic_sched.policy.estimates.decision import SERVICE_TIER
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.overload.refusal import Refusal
 
@@ -18,6 +17,7 @@ Message = MutableMapping[str, Any]
 TENANT_HEADER = b"x-semsched-tenant"  # set by a gateway that has authenticated the client
 LEVEL_HEADER = b"x-semsched-level"  # of the answer
 PLACEMENT_HEADER = b"x-semsched-placement"  # with the value `vllm`, vLLM chooses the engine
+_SESSION_HEADER = b"x-session-id"  # of vLLM and gateways
 _PRIORITY_HEADER = b"x-vllm-priority"  # vLLM's own
 
 
@@ -26,6 +26,7 @@ class RequestContext:
     """An HTTP request on its way to the engine. What headers say overrides the body."""
 
     tenant: str | None = None  # of the header
+    session: str | None = None  # of the header
     priority: int | None = None  # of the header, if it is a number
     user: str | None = None  # of the OpenAI field, if the body was read
     hints: Mapping[str, Any] | None = None  # `urgency` and `priority`, if the body was read
@@ -43,10 +44,12 @@ class RequestContext:
         """The headers of an ASGI scope. A priority that is not a whole number counts as absent."""
         headers = dict(scope.get("headers", ()))
         tenant, priority = headers.get(TENANT_HEADER), None
+        session = headers.get(_SESSION_HEADER)
         with contextlib.suppress(KeyError, ValueError):
             priority = int(headers[_PRIORITY_HEADER])
         return cls(
             tenant=None if tenant is None else tenant.decode("latin-1"),
+            session=None if session is None else session.decode("latin-1"),
             priority=priority,
             stock_placement=headers.get(PLACEMENT_HEADER) == b"vllm",
         )
@@ -78,12 +81,12 @@ def state_of(app: Any) -> ServerState:
     return state
 
 
-def with_service_tier(extra: Any, service_tier: str | None) -> Any:
-    """The `vllm_xargs` of a request with its service tier; the object itself if there is none."""
+def with_argument(extra: Any, name: str, value: str | None) -> Any:
+    """The `vllm_xargs` of a request with an entry; the object itself if the value is None."""
     known = {} if extra is None else extra
-    if service_tier is None or not isinstance(known, dict):
+    if value is None or not isinstance(known, dict):
         return extra
-    return {**known, SERVICE_TIER: service_tier}
+    return {**known, name: value}
 
 
 def tenant_arguments(extra: Any, user: Any, header: str | None) -> Any:

@@ -208,7 +208,7 @@ def _seating(core: SchedulingCore, counters: Counters) -> Gauges:
     counters.raise_to("overtakings", seating.overtaking.count)
     counters.raise_to("deadline_boosted_requests", seating.credits.deadline_boosted)
     counters.raise_to("capped_requests", seating.top_levels.count)
-    gauges: dict[str, dict[str, float]] = {}
+    gauges: dict[str, float | dict[str, float]] = {}
     if core.policy.fair_share.enabled:
         shares = seating.fair_share.shares(core.waiting.levels)
 
@@ -224,6 +224,8 @@ def _seating(core: SchedulingCore, counters: Counters) -> Gauges:
             if limit.seats < math.inf:
                 free_seats[name] = limit.seats - less_urgent.seats
         gauges["reservation_free_seats"] = free_seats
+    if core.policy.sessions.memory is not None:
+        gauges["session_floors"] = float(core.sessions.floors(core.lifecycle.clock()))
     if core.policy.tenants.fair:
         gauges["waiting_tenants"] = _by_tier(
             core, lambda level: len(core.waiting.queues[level].counters)

@@ -47,7 +47,7 @@ _KINDS = tuple(kind.value for kind in PreemptionKind)
 COUNTERS = {
     "requests": Metric(
         "Requests by what was known of their urgency on arrival.",
-        {"level_from": ("hint", "priority", "service_tier", "instant", "default")},
+        {"level_from": ("hint", "priority", "service_tier", "session", "instant", "default")},
     ),
     "ended_requests": Metric(
         "Requests by how they ended: completed, failed, cancelled, refused.",
@@ -187,6 +187,7 @@ GAUGES = {
         _TIER,
     ),
     "waiting_tenants": Metric("Tenants with requests waiting.", _TIER),
+    "session_floors": Metric("Sessions whose next request inherits an urgent level."),
     "unpredicted_requests": Metric("Waiting requests whose prediction is not back yet."),
     "predictor_queue": Metric("Prompts that wait for the predictor."),
     "predictor_up": Metric("1 while a predictor process runs; absent where the policy wants none."),

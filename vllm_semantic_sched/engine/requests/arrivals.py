@@ -22,7 +22,14 @@ from vllm_semantic_sched.policy import step
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import Hint
-from vllm_semantic_sched.policy.facts.job import FREE_LENGTH, Job, LevelSource, Source, StatedLength
+from vllm_semantic_sched.policy.facts.job import (
+    FREE_LENGTH,
+    Job,
+    LevelSource,
+    SessionTurn,
+    Source,
+    StatedLength,
+)
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.order.tenants import ANONYMOUS
 from vllm_semantic_sched.policy.overload.dedup import BadKey, read_key
@@ -33,7 +40,10 @@ from vllm_semantic_sched.policy.snapshot import Snapshot
 _MOST_CHOICES = 1024
 _MOST_CHARACTERS = 16_384
 
-_LONGEST_TENANT = 64  # characters of a name
+SESSION = "session"  # key of a session's name in `vllm_xargs`
+
+# Characters of names.
+_LONGEST_TENANT, _LONGEST_SESSION = 64, 128
 
 _LITERAL = r'"(?:[^"\\]|\\.)*"'
 # The grammar that vLLM's frontend makes of a list of choices (`choice_as_grammar`).
@@ -174,8 +184,13 @@ class Arrivals:
         reads = submitted or self.predictions.reads(request, hint, stated.exact)
         passed, forgery = read_passed(extra_args)
         provisional, awaits_prediction = None, False
+        turn = None
+        if core.policy.sessions.memory is not None:
+            turn = self._session_turn(request, extra_args)
         if reads:
-            provisional, awaits_prediction = self.predictions.read(request, hint, passed, submitted)
+            provisional, awaits_prediction = self.predictions.read(
+                request, hint, passed, submitted, turn
+            )
         if reads and not awaits_prediction and not is_part_of_beam(request):  # its queue is full
             problems["unread_prompts"] = None
         if hint.problem:
@@ -192,6 +207,7 @@ class Arrivals:
             tenant=read_tenant(extra_args),
             stated=stated,
             provisional=provisional,
+            session=turn,
         )
         job.source = Source(unix_time(), request.block_hashes if self.logs_blocks else ())
         return Arrival(
@@ -206,6 +222,14 @@ class Arrivals:
             fits=fits,
             counted_as=("requests", (job.level_source.value,)),
         )
+
+    def _session_turn(self, request: Request, extra_args: Any) -> SessionTurn | None:
+        """The turn of a request in the session that it names; None if it names none."""
+        session = read_session(extra_args)
+        if not session or is_part_of_beam(request):
+            return None
+        now = self.core.lifecycle.clock()
+        return self.core.sessions.begin(read_tenant(extra_args), session, now)
 
 
 # The HTTP server hands its reading of a text to the engine, so that the engine does not read it
@@ -245,10 +269,19 @@ def read_passed(extra_args: Any) -> tuple[Prediction | None, str | None]:
 
 def read_tenant(extra_args: Any) -> str:
     """The tenant named in `vllm_xargs` of any type, cut to 64 characters; else `ANONYMOUS`."""
-    name = extra_args.get("tenant") if isinstance(extra_args, dict) else None
+    return _read_name(extra_args, "tenant", _LONGEST_TENANT) or ANONYMOUS
+
+
+def read_session(extra_args: Any) -> str:
+    """The session named in `vllm_xargs` of any type, cut to 128 characters; empty without one."""
+    return _read_name(extra_args, SESSION, _LONGEST_SESSION)
+
+
+def _read_name(extra_args: Any, key: str, longest: int) -> str:
+    name = extra_args.get(key) if isinstance(extra_args, dict) else None
     if isinstance(name, int) and not isinstance(name, bool):
         name = str(name)
-    return name.strip()[:_LONGEST_TENANT] if isinstance(name, str) else ANONYMOUS
+    return name.strip()[:longest] if isinstance(name, str) else ""
 
 
 def stated_length(sampling_params: Any) -> StatedLength:

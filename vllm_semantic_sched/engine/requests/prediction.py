@@ -12,17 +12,22 @@ from vllm_semantic_sched.engine.requests.endings import is_part_of_beam
 from vllm_semantic_sched.engine.vllm_api import Request
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import Hint, reading_order
-from vllm_semantic_sched.policy.facts.job import Job, LevelSource
+from vllm_semantic_sched.policy.facts.job import Job, LevelSource, SessionTurn
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict import stored_buckets
 from vllm_semantic_sched.predict.instant import InstantReader
 from vllm_semantic_sched.predict.service import PredictionService
+from vllm_semantic_sched.predict.window import clean, user_turns
 
 # Tokens of a prompt that are decoded, half of them from each end: for the instant reader, about
 # twice a predictor's window, and for the predictor, whose window takes what is suspicious between
 # the ends.
 _LONGEST_INSTANT = 512
 _LONGEST_READ = 16_384
+
+# Characters of a request that its session remembers, half of them from each end.
+_MOST_SAID = 200
+_USER = "\n<|im_start|>user\n"  # begins a turn in a chat template, for the predictor's window
 
 # Requests remembered between their submission and their arrival. Far more than vLLM's input queue
 # holds: only requests that it rejects stay here.
@@ -92,16 +97,30 @@ class PredictionFeed:
         return can_read and self._core.policy.reads(hint.level is not None, length_known)
 
     def read(
-        self, request: Request, hint: Hint, passed: Prediction | None, submitted: bool
+        self,
+        request: Request,
+        hint: Hint,
+        passed: Prediction | None,
+        submitted: bool,
+        turn: SessionTurn | None = None,
     ) -> tuple[Prediction | None, bool]:
         """Read a prompt: what the instant reader says of its first and last tokens (None without
         one), unless the HTTP server has `passed` that, and whether the predictor will send a
         prediction: it gets the prompt, unless it has been `submitted` before, or this is one token
-        of a beam. Less than a millisecond, whatever the length. May run on vLLM's input
-        thread, before the scheduler knows the request and calls `arrived`."""
+        of a beam. Less than a millisecond, whatever the length. May run on vLLM's input thread,
+        before the scheduler knows the request and calls `arrived`. A `turn` of a session is read
+        after the session's last words, and notes its own."""
         tokens = request.prompt_token_ids or ()
         # Decoded by the service, on its own thread, unless that has to be done here.
         prompt: str | Callable[[], str] = partial(self._text, tokens, _LONGEST_READ)
+        ends: str | None = None
+        if turn is not None:
+            ends = self._text(tokens, _LONGEST_INSTANT)
+            turn.words = newest_words(ends)
+            ends = continued(ends, turn.earlier)
+            prompt = partial(self._continued, tokens, turn.earlier)
+            if turn.earlier:
+                passed = None  # the HTTP server does not know them
         provisional = None
         if self.instant is not None:
             if passed is not None and self.instant.same_shape(passed):
@@ -110,10 +129,11 @@ class PredictionFeed:
                 if passed.decision is not self.instant.decision:
                     provisional = replace(passed, decision=self.instant.decision)
             else:
-                text = self._text(tokens, _LONGEST_INSTANT)
-                provisional = self.instant.read(text)
-                if len(tokens) <= _LONGEST_INSTANT:
-                    prompt = text
+                if ends is None:
+                    ends = self._text(tokens, _LONGEST_INSTANT)
+                provisional = self.instant.read(ends)
+        if ends is not None and len(tokens) <= _LONGEST_INSTANT:
+            prompt = ends
         if is_part_of_beam(request):  # else the same text would be read for each token of it
             return provisional, False
         if submitted:
@@ -128,6 +148,9 @@ class PredictionFeed:
             return str(self.tokenizer.decode(list(tokens)))
         except Exception:
             return ""  # ids outside the vocabulary; vLLM decides about the request
+
+    def _continued(self, tokens: Sequence[int], earlier: Sequence[str]) -> str:
+        return continued(self._text(tokens, _LONGEST_READ), earlier)
 
     def _submit(
         self,
@@ -206,6 +229,23 @@ class PredictionFeed:
         """Stop the predictor process of this engine."""
         if self.service is not None:
             self.service.close()
+
+
+def newest_words(text: str) -> str:
+    """What a request says, for the session's next one: clean, at most `_MOST_SAID` characters."""
+    said = clean(user_turns(text)[0])
+    if len(said) > _MOST_SAID:
+        said = f"{said[: _MOST_SAID // 2]} {said[-_MOST_SAID // 2 :]}"
+    return said
+
+
+def continued(text: str, earlier: Sequence[str]) -> str:
+    """The text of a session's next request after the session's last words (the newest first), as
+    the chat that a client would send which sends all of it; unchanged if it is such a chat."""
+    newest, *before = user_turns(text)
+    if before or not earlier:
+        return text
+    return "".join(f"{_USER}{said}" for said in (*reversed(earlier), newest))
 
 
 def _load_instant(model: str | None, buckets: LengthBuckets | None) -> InstantReader | None:

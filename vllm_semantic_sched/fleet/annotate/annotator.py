@@ -14,10 +14,11 @@ from aiohttp import web
 
 from vllm_semantic_sched.engine.guard import guarded, logger
 from vllm_semantic_sched.engine.http.preparation import read_user, stated_tier
-from vllm_semantic_sched.engine.http.request_context import with_service_tier
+from vllm_semantic_sched.engine.http.request_context import with_argument
 from vllm_semantic_sched.fleet.gateways import GATEWAYS
 from vllm_semantic_sched.policy.config import Policy, load_policy
 from vllm_semantic_sched.policy.estimates.decision import (
+    SERVICE_TIER,
     predicted_level,
     read_hints,
     reading_level,
@@ -72,7 +73,7 @@ class Annotator:
         text."""
         policy = self.policy
         hint = read_hints(
-            with_service_tier(request.get("vllm_xargs"), stated_tier(request, policy)),
+            with_argument(request.get("vllm_xargs"), SERVICE_TIER, stated_tier(request, policy)),
             request.get("priority"),
             policy.hints,
             policy.levels,

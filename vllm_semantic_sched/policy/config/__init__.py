@@ -50,6 +50,7 @@ class Policy(Section):
     retention: eviction.Retention = eviction.Retention()
     protect: order.Protect = order.Protect()
     predictor: estimates.Predictor = estimates.Predictor()
+    sessions: estimates.Sessions = estimates.Sessions()
     decision: estimates.MissedCosts = estimates.MissedCosts()
     weighted_levels: order.WeightedLevels = order.WeightedLevels()
     kv_peak: order.KvPeakKnobs = order.KvPeakKnobs()

@@ -45,6 +45,17 @@ class Predictor(Section):
         return self.instant != "none"
 
 
+class Sessions(Section):
+    """Requests of one conversation or program (`vllm_xargs: {session: ID}`, or the header
+    X-Session-ID), of one tenant."""
+
+    memory: float | None = Field(None, gt=0)
+    """Seconds for which a session is remembered after a request. The predictor reads a text after
+    the session's last words, as it reads a chat; and until it has, or where it reads nothing, a
+    request without a hint runs at least at the level of the session's last urgent one. Unset: each
+    request by itself."""
+
+
 class MissedCosts(Section):
     """What mistakes about the level cost."""
 

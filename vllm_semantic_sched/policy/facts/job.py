@@ -92,14 +92,20 @@ LEGAL_MOVES = {
 
 class LevelSource(enum.Enum):
     """Origin of a job's urgency level, most trusted first. `INSTANT` is provisional: the instant
-    reader's, until the predictor has read the prompt."""
+    reader's, until the predictor has read the prompt. `SESSION` is the floor of its session;
+    provisional, too, if the prompt is to be read."""
 
     HINT = "hint"
     PRIORITY = "priority"
     SERVICE_TIER = "service_tier"
     PREDICTION = "prediction"
     INSTANT = "instant"
+    SESSION = "session"
     DEFAULT = "default"
+
+
+UNREAD = (LevelSource.DEFAULT, LevelSource.INSTANT, LevelSource.SESSION)  # until it is read
+STATED = (LevelSource.HINT, LevelSource.PRIORITY, LevelSource.SERVICE_TIER)  # by the client
 
 
 class PrefillCost(Protocol):
@@ -171,6 +177,26 @@ class Source(NamedTuple):
     block_hashes: Sequence[bytes]  # the engine's, of its whole KV blocks
 
 
+class Floor(NamedTuple):
+    """The level that a session's requests inherit, and the evidence for it."""
+
+    level: int
+    request_id: str  # the request that had the level
+    source: LevelSource
+    time: float  # seconds on the policy's clock, when it was last confirmed
+
+
+@dataclass(slots=True)
+class SessionTurn:
+    """What a job knows of its session."""
+
+    key: tuple[str, str]  # tenant, and the id that the client gave the session
+    earlier: tuple[str, ...] = ()  # the session's last words, the newest first
+    floor: Floor | None = None  # in force on arrival
+    words: str = ""  # of this request, until the session has them
+    number: int = 0  # of the turn, from 1
+
+
 @dataclass(slots=True)
 class Credit:
     """Levels that a job has gained, by reason. The largest of them counts."""
@@ -209,6 +235,7 @@ class Job:
     stated: StatedLength = FREE_LENGTH
     tenant: str = ""  # empty: unknown
     source: Source | None = None  # for the event log
+    session: SessionTurn | None = None  # None: it belongs to no session
 
     # Estimates
     awaits_prediction: bool = False
@@ -265,7 +292,7 @@ class Job:
         """Whether its level may change when its prediction comes."""
         if not self.awaits_prediction:  # as once it is read
             return False
-        return self.level_source in (LevelSource.DEFAULT, LevelSource.INSTANT)
+        return self.level_source in UNREAD
 
     @property
     def overdue(self) -> bool:

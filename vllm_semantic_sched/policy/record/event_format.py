@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.record.lifecycle import Transition
 
-_LONGEST_ID = 128  # characters of a request id in the log
+LONGEST_ID = 128  # characters of a request id in the log
 _MOST_BLOCKS = 256  # hashes of KV blocks of a request
 _SALT = os.urandom(16)  # of these: without it, a hash would show what a prompt begins with
 _SUFFIX = re.compile(r"(?:(?:-\d+)?-[0-9a-f]{8})?$")  # what vLLM adds to a client's id
-_IDS = ("request", "tenant", "for")
+_IDS = ("request", "tenant", "for", "floor_by")
 _MARK = ', "chain": "'
 
 
@@ -136,7 +136,7 @@ def _fields(
     job: Job, before: str | None, state: str, reason: str, plan: str = ""
 ) -> dict[str, Any]:
     return {
-        "request": job.request_id[:_LONGEST_ID],
+        "request": job.request_id[:LONGEST_ID],
         "tier": None,  # see `Event.line`
         "level": job.level,
         "level_from": job.level_source.value,
@@ -151,7 +151,7 @@ def _fields(
 
 
 def _for(job: Job) -> dict[str, Any]:
-    return {"for": job.request_id[:_LONGEST_ID], "for_level": job.level}
+    return {"for": job.request_id[:LONGEST_ID], "for_level": job.level}
 
 
 def _replayed(job: Job) -> dict[str, Any]:
