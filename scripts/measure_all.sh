@@ -95,6 +95,7 @@ step price semsched simulate --scenario price --workers 2 --output "$output/pric
 step frontier scripts/studies/frontier.py --workers 2 --output "$output/frontier"
 step reproduction scripts/studies/reproduction.py --workers 2
 step corrections scripts/studies/corrections.py
+step sessions scripts/studies/sessions.py --output "$output/sessions"
 step order scripts/studies/order.py --output "$output/order" --quiet
 for device in a100:128 h100:256; do
     step "device-${device%:*}" scripts/studies/device_load.py --profile "${device%:*}" \

@@ -159,7 +159,7 @@ def test_timeline_shows_the_floor_of_a_session_and_its_evidence(tmp_path) -> Non
     path.write_text("\n".join(arrivals) + "\n")
     account = account_of([path], "cmpl-x")
     assert account is not None
-    evidence = "turn 2 of its session, whose floor is level 0 by cmpl-a (second look, 31 s ago)"
+    evidence = "turn 2 of its session, whose floor is level 0 by cmpl-a (prediction, 31 s ago)"
     (_, arrived), (_, read) = timeline(account)
     assert arrived == f"arrived, level 0 by session, {evidence}"
     shares = "0.02 0.08 0.10 0.70 0.10"
