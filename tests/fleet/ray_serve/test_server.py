@@ -146,9 +146,11 @@ def test_error_of_vllm_passes():
             {"urgency": 1, "tenant": "bob"},
         ),
         ({"vllm_xargs": {"urgency": 1}}, {}, {"urgency": 1}),
+        ({"user": "ann"}, {"x-session-id": "chat-7"}, {"tenant": "ann", "session": "chat-7"}),
+        ({"vllm_xargs": {"session": "own"}}, {"x-session-id": "chat-7"}, {"session": "chat-7"}),
     ],
 )
-def test_tenant_reaches_the_engine(module, policy, fields, headers, extra):
+def test_tenant_and_session_reach_the_engine(module, policy, fields, headers, extra):
     client = Client(policy)
 
     async def test(server):

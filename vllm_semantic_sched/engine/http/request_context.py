@@ -17,7 +17,7 @@ Message = MutableMapping[str, Any]
 TENANT_HEADER = b"x-semsched-tenant"  # set by a gateway that has authenticated the client
 LEVEL_HEADER = b"x-semsched-level"  # of the answer
 PLACEMENT_HEADER = b"x-semsched-placement"  # with the value `vllm`, vLLM chooses the engine
-_SESSION_HEADER = b"x-session-id"  # of vLLM and gateways
+SESSION_HEADER = b"x-session-id"  # of vLLM and gateways
 _PRIORITY_HEADER = b"x-vllm-priority"  # vLLM's own
 
 
@@ -44,7 +44,7 @@ class RequestContext:
         """The headers of an ASGI scope. A priority that is not a whole number counts as absent."""
         headers = dict(scope.get("headers", ()))
         tenant, priority = headers.get(TENANT_HEADER), None
-        session = headers.get(_SESSION_HEADER)
+        session = headers.get(SESSION_HEADER)
         with contextlib.suppress(KeyError, ValueError):
             priority = int(headers[_PRIORITY_HEADER])
         return cls(

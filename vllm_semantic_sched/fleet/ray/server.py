@@ -20,8 +20,14 @@ from vllm_semantic_sched.engine.http.middleware import (
     collect_refusals,
     watch,
 )
-from vllm_semantic_sched.engine.http.request_context import TENANT_HEADER, tenant_arguments
+from vllm_semantic_sched.engine.http.request_context import (
+    SESSION_HEADER,
+    TENANT_HEADER,
+    tenant_arguments,
+    with_argument,
+)
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
+from vllm_semantic_sched.engine.requests.arrivals import SESSION
 from vllm_semantic_sched.engine.startup.settings import PolicyFile, parse_settings
 from vllm_semantic_sched.fleet.ray.choice import STATS_KEY, load_of
 from vllm_semantic_sched.policy.overload.refusal import Refusal
@@ -73,8 +79,11 @@ class UrgencyServer(LLMServer):
         return await reload_engines(self._client)
 
     async def _answer(self, run: Callable[..., Awaitable[Parts]], request: Any, info: Any) -> Parts:
-        header = None if info is None else info.headers.get(TENANT_HEADER.decode())
-        request.vllm_xargs = tenant_arguments(request.vllm_xargs, request.user, header)
+        headers = {} if info is None else info.headers
+        tenant = headers.get(TENANT_HEADER.decode())
+        session = headers.get(SESSION_HEADER.decode())
+        extra = tenant_arguments(request.vllm_xargs, request.user, tenant)
+        request.vllm_xargs = with_argument(extra, SESSION, session)
         refusals = collect_refusals()  # before `run`, which may start a task
         return with_refusals(await run(request, info), refusals)
 
