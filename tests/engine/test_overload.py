@@ -65,6 +65,26 @@ def test_overflowing_requests_are_refused_in_the_next_step(build, async_scheduli
     assert scheduler.counters.total("policy_errors") == 0
 
 
+def test_request_ends_when_its_client_no_longer_waits(build) -> None:
+    scheduler = build({}, max_num_seqs=1)
+    now = [100.0]
+    scheduler.clock.seconds = lambda: now[0]
+    add(scheduler, "running", output_tokens=50, extra={"ttl_ms": 500})
+    assert step(scheduler) == {}
+    add(scheduler, "hasty", extra={"ttl_ms": 500})
+    for number, sent in enumerate((-1, "soon", True, None)):
+        add(scheduler, f"wrong {number}", extra={"ttl_ms": sent})
+    now[0] += 0.4
+    assert step(scheduler) == {}
+    now[0] += 0.2
+    assert step(scheduler) == {"hasty": Code.QUEUE_TIMEOUT}
+    assert "running" in scheduler.requests
+    now[0] += 100.0
+    assert step(scheduler) == {}
+    assert scheduler.counters.total("invalid_hints") == 4
+    assert scheduler.counters.total("policy_errors") == 0
+
+
 def test_parts_of_one_client_request_have_one_origin(build) -> None:
     scheduler = build({"dedup": "waiting"}, max_num_seqs=1)
     add(scheduler, "running", output_tokens=50)

@@ -52,7 +52,12 @@ class World:
         return [job for job in self.jobs if job.state is JobState.RUNNING]
 
     def arrive(
-        self, level: int = 0, key: str | None = None, origin: str | None = None, tenant: str = ""
+        self,
+        level: int = 0,
+        key: str | None = None,
+        origin: str | None = None,
+        tenant: str = "",
+        patience: float | None = None,
     ) -> Job:
         number = next(self._ids)
         job = self.core.arrive(
@@ -66,6 +71,7 @@ class World:
             ),
             self.now,
         )
+        job.patience = patience
         self.jobs.append(job)
         self.core.enqueue(job, self.core.waiting)
         seats = partial(getattr, self, "free_seats")
@@ -192,6 +198,32 @@ def test_request_without_a_seat_times_out_by_its_tier() -> None:
     assert world.refused == {standard: Code.QUEUE_TIMEOUT}
     world.step(8.0)
     assert world.refused[background] is Code.QUEUE_TIMEOUT
+
+
+@pytest.mark.parametrize("policy", [{}, {"admission": {"queue": {"timeout": 10.0}}}])
+def test_client_may_wait_less_than_the_policy_allows(policy) -> None:
+    world = busy(policy)
+    hasty, patient = world.arrive(0, patience=3.0), world.arrive(2, patience=20.0)
+    started = world.arrive(1, patience=3.0)
+    world.start(started)
+    world.step(2.9)
+    assert not world.refused
+    world.step(0.2)
+    assert world.refused == {hasty: Code.QUEUE_TIMEOUT}
+    world.step(7.0)
+    assert (patient in world.refused) == bool(policy)
+    world.step(10.0)
+    assert world.refused == dict.fromkeys((hasty, patient), Code.QUEUE_TIMEOUT)
+
+
+def test_patience_counts_from_arrival_after_a_change_of_level() -> None:
+    world = busy({})
+    job = world.arrive(1, patience=3.0)
+    world.now += 2.0
+    job.level = 2
+    world.end(world.control.revised(job, world.now, lambda: 0))
+    world.step(1.1)
+    assert world.refused == {job: Code.QUEUE_TIMEOUT}
 
 
 def test_job_with_a_new_level_is_judged_by_that_tier() -> None:

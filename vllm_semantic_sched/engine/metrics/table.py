@@ -95,7 +95,10 @@ COUNTERS = {
     ),
     "predictor_restarts": Metric("Predictor process restarts."),
     "unread_prompts": Metric("Prompts not sent to the predictor because its queue was full."),
-    "invalid_hints": Metric("Urgency hints that are not a level; served at the predicted level."),
+    "invalid_hints": Metric(
+        "Urgency hints that are not a level, and times to wait that are not positive numbers; "
+        "ignored."
+    ),
     "forged_readings": Metric(
         "Requests in which the client set `vllm_xargs.semsched_reading`, which only the server "
         "itself may set; ignored."

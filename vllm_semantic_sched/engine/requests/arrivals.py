@@ -2,6 +2,7 @@
 scheduler state. In an offline engine, and without an engine, everything happens on one thread."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ _MOST_CHOICES = 1024
 _MOST_CHARACTERS = 16_384
 
 SESSION = "session"  # key of a session's name in `vllm_xargs`
+
+TTL = "ttl_ms"  # key of the milliseconds that a client waits
 
 # Characters of names.
 _LONGEST_TENANT, _LONGEST_SESSION = 64, 128
@@ -180,6 +183,11 @@ class Arrivals:
                 dedup_key = read_key(extra_args)
         except BadKey as problem:
             problems["invalid_dedup_keys"] = str(problem)
+        try:
+            patience = read_patience(extra_args)
+        except ValueError as problem:
+            patience = None
+            problems["invalid_hints"] = str(problem)
         stated = stated_length(request.sampling_params)
         reads = submitted or self.predictions.reads(request, hint, stated.exact)
         passed, forgery = read_passed(extra_args)
@@ -209,6 +217,7 @@ class Arrivals:
             provisional=provisional,
             session=turn,
         )
+        job.patience = patience
         job.source = Source(unix_time(), request.block_hashes if self.logs_blocks else ())
         return Arrival(
             policy=core.policy,
@@ -282,6 +291,18 @@ def _read_name(extra_args: Any, key: str, longest: int) -> str:
     if isinstance(name, int) and not isinstance(name, bool):
         name = str(name)
     return name.strip()[:longest] if isinstance(name, str) else ""
+
+
+def read_patience(extra_args: Any) -> float | None:
+    """Seconds that a client waits for its request to start, by `ttl_ms` in `vllm_xargs`; None if it
+    does not say. ValueError if that is not a positive number."""
+    if not isinstance(extra_args, dict) or TTL not in extra_args:
+        return None
+    sent = extra_args[TTL]
+    if isinstance(sent, int | float) and not isinstance(sent, bool) and 0 < sent < math.inf:
+        return sent / 1000.0
+    text = repr(sent)
+    raise ValueError(f"{TTL} must be a positive number of milliseconds, got {text[:60]}")
 
 
 def stated_length(sampling_params: Any) -> StatedLength:

@@ -236,6 +236,7 @@ class Job:
     tenant: str = ""  # empty: unknown
     source: Source | None = None  # for the event log
     session: SessionTurn | None = None  # None: it belongs to no session
+    patience: float | None = None  # seconds that its client waits for a first seat; None: unknown
 
     # Estimates
     awaits_prediction: bool = False

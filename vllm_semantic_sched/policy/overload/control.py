@@ -72,7 +72,7 @@ class OverloadControl(Listener):
     def enter(self, job: Job) -> None:
         """Admit a new job without a dedup key under a policy that `admits_all`."""
         entry = self._entry(job, job.arrival, job.draft)
-        self.account.enter(job, entry, self._timeouts.table[entry.level])
+        self.account.enter(job, entry, self._timeout(job, entry.level))
 
     def admit(
         self,
@@ -110,7 +110,7 @@ class OverloadControl(Listener):
             self.load.look(now)
             if not self.admits_all.table or self.load.shedder.stage:
                 return self._let_in(job, entry, free_seats(), [])
-        self.account.enter(job, entry, self._timeouts.table[entry.level])
+        self.account.enter(job, entry, self._timeout(job, entry.level))
         return []
 
     def step(self, now: float, kv_use: float) -> list[Ended]:
@@ -136,14 +136,14 @@ class OverloadControl(Listener):
         if verdict.code is not None:
             for other, place in places:
                 if place is not None:
-                    self.account.enter(other, place, self._timeouts.table[place.level])
+                    self.account.enter(other, place, self._timeout(other, place.level))
             return [self._end(job, entry.level, verdict.code, verdict.reason)]
         ended = [
             self._end(other, other.level, Code.SUPERSEDED, _SUPERSEDED, job) for other in older
         ]
         if (replaced := verdict.replaced) is not None:
             ended.append(self._end(replaced, replaced.level, Code.OVER_CAPACITY, _REPLACED, job))
-        self.account.enter(job, entry, self._timeouts.table[entry.level])
+        self.account.enter(job, entry, self._timeout(job, entry.level))
         return ended
 
     def _shed(self) -> list[Ended]:
@@ -156,6 +156,13 @@ class OverloadControl(Listener):
             while len(ended) < _SHED_AT_A_TIME and (job := self.account.oldest(level)) is not None:
                 ended.append(self._end(job, level, Code.SHED, reason))
         return ended
+
+    def _timeout(self, job: Job, level: int) -> float | None:
+        """Seconds from its arrival after which a waiting job is refused; None: never."""
+        timeout = self._timeouts.table[level]
+        if job.patience is None:
+            return timeout
+        return job.patience if timeout is None else min(timeout, job.patience)
 
     def _entry(self, job: Job, since: float, draft: Draft | None = None) -> Entry:
         level = job.level
