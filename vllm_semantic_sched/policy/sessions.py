@@ -72,17 +72,18 @@ class Sessions:
         else it ends the floor. A provisional or inherited level changes nothing."""
         turn = job.session
         session = None if turn is None else self._sessions.get(turn.key)
-        if turn is None or session is None or job.level_source not in (*STATED, LevelSource.PREDICTION):
+        read = job.level_source is LevelSource.PREDICTION
+        if turn is None or session is None or not (read or job.level_source in STATED):
             return
         if job.level >= self._ref.policy.default_level:
             # A text does not end a floor that is newer than itself.
-            if job.level_source in STATED or session.floor is turn.floor:
+            if not read or session.floor is turn.floor:
                 session.floor = None
                 self._floors.pop(turn.key, None)
             return
         floor = Floor(job.level, job.request_id, job.level_source, now)
         evidence = turn.floor
-        if job.level_source is LevelSource.PREDICTION and evidence is not None and evidence.level <= job.level:
+        if read and evidence is not None and evidence.level <= job.level:
             floor = evidence._replace(time=now)  # the text says that it is not over
         session.floor = floor
         self._floors[turn.key] = None

@@ -16,7 +16,6 @@ from vllm_semantic_sched.lab.bench.standalone import (
     read_texts,
     run_step,
 )
-from vllm_semantic_sched.policy.facts.job import SessionTurn
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.predict.window import cut_text
 
