@@ -240,7 +240,7 @@ def test_top_and_doctor_read_a_real_server(observed, capsys) -> None:
     assert sum(figures["preemptions"].values()) == preempted
     assert figures["kv_use"] is not None and figures["policy_versions"] == [1]
     findings = list(check_server(AdminClient(observed.server.url), None))
-    assert [finding.status for finding in findings] == ["ok"] * 4, findings
+    assert [finding.status for finding in findings] == ["ok"] * 6, findings
 
 
 def test_event_log_is_plotted_and_summarized(observed, tmp_path) -> None:
