@@ -73,8 +73,8 @@ INVALID_POLICIES = (
 VALID_POLICIES = (
     "",
     "preemption: {max_per_request: 8}\n",
-    "preemption: {min_level_gap: 2}\nprotect: {level: 1}\n",
-    "default_level: 4\nprotect: {level: null}\n",
+    "preemption: {min_level_gap: 2}\ndefault_level: 3\n",
+    "default_level: 4\npreemption: {enabled: false}\n",
     "default_level: 1\ndecision: {missed_cost: [2.0]}\n",
 )
 

@@ -17,12 +17,11 @@ import yaml
 from common import main, write_json
 
 from vllm_semantic_sched.cli.console import make_console
-from vllm_semantic_sched.engine.requests.prediction import continued
+from vllm_semantic_sched.engine.requests.prediction import continued, newest_words
 from vllm_semantic_sched.lab.report.tables import make_table
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.reference import PolicyRef
 from vllm_semantic_sched.policy.estimates.decision import predicted_level
-from vllm_semantic_sched.policy.facts.job import SessionTurn
 from vllm_semantic_sched.policy.sessions import Sessions
 from vllm_semantic_sched.predict.model import TextPredictor
 
@@ -69,8 +68,7 @@ def texts_of_whole_chats(chats: Sequence[Chat]) -> Iterator[list[str]]:
         texts = []
         for end in range(1, len(chat.turns) + 1):
             earlier = tuple(text for _, text in reversed(chat.turns[: end - 1]))
-            turn = SessionTurn(("", ""), earlier=earlier)
-            texts.append(continued(chat.turns[end - 1][1], turn))
+            texts.append(continued(chat.turns[end - 1][1], earlier))
         yield texts
 
 
@@ -82,7 +80,8 @@ def texts_in_sessions(chats: Sequence[Chat]) -> Iterator[list[str]]:
         for place, (_, text) in enumerate(chat.turns):
             now = 10.0 * place
             turn = sessions.begin(str(number), "chat", now)
-            texts.append(continued(text, turn))
+            turn.words = newest_words(text)
+            texts.append(continued(text, turn.earlier))
             sessions.arrived(turn, now)
         sessions.clear()
         yield texts

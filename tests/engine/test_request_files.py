@@ -79,7 +79,13 @@ ENGINE = {
     "predict/window.py",
 }
 # In the predictor's process.
-WORKER = {"predict/model.py", "predict/network.py", "predict/window.py", "predict/worker.py"}
+WORKER = {
+    "predict/instant.py",
+    "predict/model.py",
+    "predict/network.py",
+    "predict/window.py",
+    "predict/worker.py",
+}
 # In the HTTP server's process, before and after the application.
 HTTP_SERVER = {
     "engine/guard.py",

@@ -55,8 +55,7 @@ def test_every_job_is_in_exactly_one_place_until_it_finishes(base, actions) -> N
             jobs.append(arrive(core, str(number), hinted, unread=pick % 3 == 0))
         elif action == "predict" and jobs:
             job = jobs[pick % len(jobs)]
-            again = pick % 5 == 0
-            core.predicted(job, Prediction(LEVELS[level % 2], LENGTHS[pick % 3], again=again))
+            core.predicted(job, Prediction(LEVELS[level % 2], LENGTHS[pick % 3]))
         elif action == "admit" and waiting:
             best = min(waiting, key=lambda job: list(core.waiting.ordered()).index(job))
             assert core.waiting.peek() is best

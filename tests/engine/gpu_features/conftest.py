@@ -47,7 +47,7 @@ def shipped() -> Callable[..., str]:
         keys, _ = read_config(name, kind="policy")
         keys = {key: value for key, value in keys.items() if key not in without} | changes
         keys |= {"predictor": keys.get("predictor", {}) | {"enabled": False}}
-        return yaml.safe_dump(keys | {"correct_profile": False})
+        return yaml.safe_dump(keys)
 
     return shipped
 
