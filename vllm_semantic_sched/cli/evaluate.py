@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from vllm_semantic_sched.lab.evaluation.baselines import Guesser
 
 _SUMMARY = "summary.md"
-_COMPOSED = ("compositions", "conversations")  # sets of tests/data, beside the messages alone
+# Sets of tests/data, beside the messages alone.
+_BESIDE = ("compositions", "conversations", "everyday", "long_prompts")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -144,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
     if several:
         _summarize(reports, args.output)
     # One file may have bars for every set; a name that no set has is a mistake.
-    known = {*examples.BUILTIN_SETS, *_COMPOSED} - {*reports}
+    known = {*examples.BUILTIN_SETS, *_BESIDE} - {*reports}
     bars = {name: bar for name, bar in bars.items() if name not in known}
     missed = bars_missed(bars, reports)
     for line in missed:
