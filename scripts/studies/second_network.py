@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 _SCALE = 0.032  # of a round of `semsched train all`
 _COMPOSITIONS = 6500  # in a round
 _RATE = 1.6e-4  # of the encoder
-_FURTHER_RATE = 5e-5  # of one that was trained before
-_FURTHER_HEAD_RATE = 2e-4
-_FROZEN = 4  # its lowest layers, which then stay as they are
+_FROZEN = 4  # lowest layers of one that was trained before, which stay as they are
 
 
 def second_of(first: Model) -> Model:
@@ -68,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_semantic_sched.lab.training.base import load_base
     from vllm_semantic_sched.lab.training.calibration import average_for, calibrate
     from vllm_semantic_sched.lab.training.compositions import Draft
-    from vllm_semantic_sched.lab.training.fit import Options, fit
+    from vllm_semantic_sched.lab.training.fit import FURTHER_HEAD_RATE, FURTHER_RATE, Options, fit
     from vllm_semantic_sched.lab.training.mixture import Sources, training_round
     from vllm_semantic_sched.lab.training.stored import save_network
     from vllm_semantic_sched.lab.training.train import calibration_texts
@@ -116,8 +114,8 @@ def run(args: argparse.Namespace) -> int:
             model,
             texts,
             options,
-            encoder_rate=_FURTHER_RATE,
-            head_rate=_FURTHER_HEAD_RATE,
+            encoder_rate=FURTHER_RATE,
+            head_rate=FURTHER_HEAD_RATE,
             frozen=_FROZEN,
         )
         average_for(model, before, validation)

@@ -91,7 +91,7 @@ class WindowTokenizer:
 
     def _cut(self, row: list[int]) -> list[int]:
         """The ids of a text that are read, `_room` at most."""
-        # Head and tail are as long as the window of a model with a small one.
+        # A small window has no room for more than head and tail.
         if self._glance is None or len(row) <= self._room or self._room < DEFAULT_WINDOW // 2:
             return cut_pieces(row, self._room)
         pieces = numpy.asarray(row, dtype=numpy.int64)

@@ -199,8 +199,8 @@ class PredictionService:
                 backoff = self._first_backoff
 
     def _next_batch(self) -> dict[str, _Prompt] | None:
-        """Wait for prompts, at most `_WATCH` seconds, so that a process that ended without one is
-        missed; returns them by request id (perhaps none), None when closing."""
+        """Wait for prompts, at most `_WATCH` seconds, so that the end of an idle process is
+        noticed; returns them by request id (perhaps none), None when closing."""
         batch: dict[str, _Prompt | Callable[[], str]] = {}
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing, timeout=_WATCH)
@@ -211,12 +211,10 @@ class PredictionService:
                 request_id = self._queue.peek()
                 assert request_id is not None
                 prompt = self._prompts[request_id]
-                length = LONGEST  # of one that is not known yet
-                if isinstance(prompt, _Prompt):
-                    length = len(prompt.text)
+                known = prompt if isinstance(prompt, _Prompt) else None
                 # The batch before may have had the same text.
-                if not (isinstance(prompt, _Prompt) and self._recall(request_id, prompt)):
-                    lengths.append(length)
+                if known is None or not self._recall(request_id, known):
+                    lengths.append(LONGEST if known is None else len(known.text))
                     if not self._pass_size.fits(lengths):
                         break
                     batch[request_id] = prompt

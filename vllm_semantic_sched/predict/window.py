@@ -133,8 +133,7 @@ def said_text(text: str) -> str:
 
 
 def _said(text: str, most: int) -> str:
-    if len(text) > most:
-        text = f"{text[: most // 2]} {text[-most // 2 :]}"
+    text = ends(text, most)
     # Lone surrogates, which come from broken decoding, cannot be encoded.
     text = text.encode("utf-8", "replace").decode("utf-8")
     return _TURN_MARK.join(user_turns(text))
@@ -150,8 +149,13 @@ def _clean_ends(text: str, half: int) -> str:
         head, tail = clean(text[:most]), clean(text[-most:])
         if min(len(head), len(tail)) > sure:
             return f"{head[:half]} {tail[-half:]}"
-    text = clean(text)
-    return text if len(text) <= 2 * half else f"{text[:half]} {text[-half:]}"
+    return ends(clean(text), 2 * half)
+
+
+def ends(text: str, most: int) -> str:
+    """The first and the last of more than `most` characters."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]} {text[-half:]}"
 
 
 def cut_pieces(pieces: list[_Piece], room: int) -> list[_Piece]:
@@ -237,7 +241,7 @@ def unreadable(text: str) -> str | None:
     text = text.strip()
     if len(text) > _SAMPLE:
         words = text[: 8 * _SAMPLE].split()
-        text = f"{text[: _SAMPLE // 2]} {text[-_SAMPLE // 2 :]}"
+        text = ends(text, _SAMPLE)
     else:
         words = text.split()
     if _broken(text):

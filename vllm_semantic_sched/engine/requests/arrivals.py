@@ -46,7 +46,8 @@ SESSION = "session"  # key of a session's name in `vllm_xargs`
 TTL = "ttl_ms"  # key of the milliseconds that a client waits
 
 # Characters of names.
-_LONGEST_TENANT, _LONGEST_SESSION = 64, 128
+_LONGEST_TENANT = 64
+_LONGEST_SESSION = 128
 
 _LITERAL = r'"(?:[^"\\]|\\.)*"'
 # The grammar that vLLM's frontend makes of a list of choices (`choice_as_grammar`).

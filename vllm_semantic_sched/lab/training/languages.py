@@ -33,7 +33,7 @@ def word_texts(language: str, count: int, rng: random.Random) -> list[str]:
         import wordfreq
     except ImportError as error:
         raise ImportError(
-            'the words of other languages are not installed: pip install "vllm-semantic-sched[lab]"'
+            'the words of other languages are not installed: pip install ".[lab]" in a checkout'
         ) from error
     if language not in wordfreq.available_languages("best"):
         return []
@@ -51,7 +51,7 @@ def interface_sentences(language: str) -> list[str]:
     package = importlib.util.find_spec("django")
     if package is None or not package.submodule_search_locations:
         raise ImportError(
-            'sentences of other languages are not installed: pip install "vllm-semantic-sched[lab]"'
+            'sentences of other languages are not installed: pip install ".[lab]" in a checkout'
         )
     name = {"zh": "zh_Hans"}.get(language, language)
     sentences = []

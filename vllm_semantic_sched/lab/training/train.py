@@ -19,7 +19,14 @@ from vllm_semantic_sched.lab.training.base import (
 from vllm_semantic_sched.lab.training.calibration import average_for, calibrate, write_thresholds
 from vllm_semantic_sched.lab.training.distil import distil
 from vllm_semantic_sched.lab.training.e5 import packed_file, read_encoder
-from vllm_semantic_sched.lab.training.fit import ENCODER_RATE, HEAD_RATE, Options, fit
+from vllm_semantic_sched.lab.training.fit import (
+    ENCODER_RATE,
+    FURTHER_HEAD_RATE,
+    FURTHER_RATE,
+    HEAD_RATE,
+    Options,
+    fit,
+)
 from vllm_semantic_sched.lab.training.languages import unlabeled_texts
 from vllm_semantic_sched.lab.training.mixture import Sources, training_round, written_texts
 from vllm_semantic_sched.lab.training.student import align, student_of
@@ -29,9 +36,6 @@ from vllm_semantic_sched.predict.weights import load_network
 _LEVEL_NAMES = ("immediate", "emergent", "urgent", "semi-urgent", "non-urgent")
 _ALIGNED_SCALE = 0.3  # of the texts in a round of training, beside those of other languages
 _TEXTS_PER_LANGUAGE = 1500
-# Of a network that was trained before, which is to keep what it knows: rates of encoder and heads.
-_FURTHER_RATE = 5e-5
-_FURTHER_HEAD_RATE = 2e-4
 _FROZEN = 2  # lowest layers of a network that was trained before: its words have their place
 _VOCABULARY = 60_000  # pieces: 23 MB in int8
 _URGENT_RECALL = 0.72  # of visits of levels 0 and 1; unseen hospitals have a little less
@@ -69,8 +73,8 @@ def train_all(
         model,
         lambda number: training_round(sources, options.seed * 1000 + number, scale),
         options,
-        encoder_rate=_FURTHER_RATE if further else ENCODER_RATE,
-        head_rate=_FURTHER_HEAD_RATE if further else HEAD_RATE,
+        encoder_rate=FURTHER_RATE if further else ENCODER_RATE,
+        head_rate=FURTHER_HEAD_RATE if further else HEAD_RATE,
         frozen=_FROZEN if further else 0,
         teacher=teacher,
         # A run that is cut short leaves its last round's model behind.

@@ -119,8 +119,8 @@ def reading_order(policy: Policy, hint: Hint, provisional: Prediction | None) ->
     reading = _counted(policy, hint, provisional)
     if reading is not None:
         last = len(reading.urgency) - 1
-        whole = doubt(reading.urgency, last, policy.decision)
-        part = doubt(reading.part or reading.urgency, last, policy.decision)
+        whole = expected_cost(reading.urgency, last, policy.decision)
+        part = expected_cost(reading.part or reading.urgency, last, policy.decision)
         return -fmean((whole, part))
     level = reading_level(policy, hint, None)
     return -mistake_cost(level, policy.levels - 1, policy.decision)
@@ -161,13 +161,17 @@ def expected_level(probabilities: Sequence[float]) -> float:
 
 def expected_costs(probabilities: Sequence[float], costs: MissedCosts | Decision) -> list[float]:
     """Expected cost of serving at each level, in levels served too early."""
-    expected = []
-    for level in range(len(probabilities)):
-        mistakes = [
-            share * mistake_cost(true, level, costs) for true, share in enumerate(probabilities)
-        ]
-        expected.append(math.fsum(mistakes))
-    return expected
+    return [expected_cost(probabilities, level, costs) for level in range(len(probabilities))]
+
+
+def expected_cost(
+    probabilities: Sequence[float], level: int, costs: MissedCosts | Decision
+) -> float:
+    """The same of one level."""
+    mistakes = [
+        share * mistake_cost(true, level, costs) for true, share in enumerate(probabilities)
+    ]
+    return math.fsum(mistakes)
 
 
 def mistake_cost(true: int, level: int, costs: MissedCosts | Decision) -> float:
@@ -178,12 +182,6 @@ def mistake_cost(true: int, level: int, costs: MissedCosts | Decision) -> float:
         return float(-late)
     missed = costs.missed_cost
     return late * missed[min(true, len(missed) - 1)]
-
-
-def doubt(probabilities: Sequence[float], level: int, costs: MissedCosts | Decision) -> float:
-    """Expected cost of serving a request too late at `level`."""
-    late = enumerate(probabilities[:level])
-    return math.fsum(share * mistake_cost(true, level, costs) for true, share in late)
 
 
 class LevelWorth(NamedTuple):
