@@ -1,19 +1,25 @@
-"""Update configs/policy-keys.yaml, which has every policy key, and the tables of docs/reference.md:
-refusal codes, metrics, tasks that failed, releases of vLLM.
+"""Update configs/policy-keys.yaml, which has every policy key, the tables of docs/reference.md
+(refusal codes, metrics, tasks that failed, releases of vLLM), and those of docs/commands.md
+(commands with their options, routes, environment variables).
 
 python scripts/reference.py
 """
 
+import argparse
 import functools
+import inspect
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
+from vllm_semantic_sched.cli import command_parser
 from vllm_semantic_sched.engine.guard import TASKS
 from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS
+from vllm_semantic_sched.lab.training.wording import capital
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.section import Key, keys_of
 from vllm_semantic_sched.policy.live import restart_reason
@@ -22,6 +28,9 @@ from vllm_semantic_sched.policy.overload.refusal import Code
 _CODES_HEAD = ("| code | HTTP status | meaning | keys |", "|---|---|---|---|")
 _METRICS_HEAD = ("| metric | meaning |", "|---|---|")
 _TASKS_HEAD = ("| `doing` | failed while |", "|---|---|")
+_OPTIONS_HEAD = ("| option | meaning |", "|---|---|")
+_ROUTES_HEAD = ("| route | what it does |", "|---|---|")
+_VARIABLES_HEAD = ("| variable | read by | meaning |", "|---|---|---|")
 _RELEASES_HEAD = (
     "| vLLM | runs a model | unit tests | engine tests | vLLM's scheduler tests |",
     "|---|---|---|---|---|",
@@ -37,6 +46,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 _RELEASES = _ROOT / "tests" / "data" / "matrix.yaml"
 KEYS = _ROOT / "configs" / "policy-keys.yaml"
 PAGE = _ROOT / "docs" / "reference.md"
+COMMANDS_PAGE = _ROOT / "docs" / "commands.md"
 
 
 class Effect(NamedTuple):
@@ -89,19 +99,23 @@ def users() -> dict[str, User]:
 
 
 def insert(path: Path) -> None:
-    """Update the tables of a page: the text between `<!-- codes -->`, `<!-- metrics -->`,
-    `<!-- tasks -->` or `<!-- releases -->` and the next `<!-- end -->`."""
-    text = path.read_text("utf-8")
+    """Update the tables of a page: each text between a mark like `<!-- codes -->`, which names the
+    table, and the next `<!-- end -->`."""
     tables = {
-        "codes": codes_table(),
-        "metrics": metrics_table(),
-        "tasks": tasks_table(),
-        "releases": releases_table(),
+        "codes": codes_table,
+        "metrics": metrics_table,
+        "tasks": tasks_table,
+        "releases": releases_table,
+        "commands": commands_text,
+        "routes": routes_table,
+        "variables": variables_table,
     }
+    text = path.read_text("utf-8")
     for name, table in tables.items():
         begin = f"<!-- {name} -->\n"
-        before, rest = text.split(begin)
-        text = before + begin + table + "<!-- end -->" + rest.split("<!-- end -->", 1)[1]
+        if begin in text:
+            before, rest = text.split(begin)
+            text = before + begin + table() + "<!-- end -->" + rest.split("<!-- end -->", 1)[1]
     path.write_text(text, "utf-8")
 
 
@@ -143,6 +157,94 @@ def releases_table() -> str:
         cells = " | ".join(row.get(column, "-") for column in columns)
         rows.append(f"| {version} | {cells} |")
     return "\n".join([*_RELEASES_HEAD, *rows]) + "\n"
+
+
+def commands_text() -> str:
+    """Markdown sections of all commands: what each does, its usage, and a table of its options."""
+    return "".join(_command_sections(command_parser()))
+
+
+def _command_sections(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """The sections of the commands of `parser`, each followed by those of its own commands."""
+    for group in _subcommands(parser):
+        helps = {choice.dest: choice.help for choice in group._choices_actions}
+        for name, command in group.choices.items():
+            depth = command.prog.count(" ")
+            text = command.description or f"{capital(helps[name])}."
+            paragraphs = [_paragraph(paragraph) for paragraph in text.split("\n\n")]
+            yield f"{'#' * (depth + 2)} `{command.prog}`\n\n" + "\n\n".join(paragraphs) + "\n\n"
+            rows = [
+                f"| {_option(action)} | {_cell(_expanded(command, action))} |"
+                for action in command._actions
+                if not isinstance(action, argparse._HelpAction | argparse._SubParsersAction)
+            ]
+            if rows:
+                yield "\n".join([*_OPTIONS_HEAD, *rows]) + "\n\n"
+            yield from _command_sections(command)
+
+
+def _paragraph(text: str) -> str:
+    """A paragraph of a description on one line; an indented one is an example and stays."""
+    if text.startswith(" "):
+        return f"```text\n{textwrap.dedent(text).rstrip()}\n```"
+    return " ".join(text.split())
+
+
+def _subcommands(parser: argparse.ArgumentParser) -> "Iterator[argparse._SubParsersAction[Any]]":
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield action
+
+
+def _option(action: argparse.Action) -> str:
+    """How an option or a positional argument is written."""
+    if action.choices is not None and action.metavar is None:
+        value = "{" + ",".join(map(str, action.choices)) + "}"
+    else:
+        metavar = action.metavar or action.dest.upper()
+        value = " ".join(metavar) if isinstance(metavar, tuple) else metavar
+    if not action.option_strings:
+        return f"`{_cell(value)}`"
+    takes_value = action.nargs != 0
+    return ", ".join(
+        f"`{name} {_cell(value)}`" if takes_value else f"`{name}`" for name in action.option_strings
+    )
+
+
+def _expanded(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    """The help of an option with its default filled in."""
+    text = parser._get_formatter()._expand_help(action) if action.help else ""
+    return f"{text} (required)" if action.required and action.option_strings else text
+
+
+def _cell(text: str) -> str:
+    """`text` on one line of a Markdown table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def routes_table() -> str:
+    """A Markdown table of the routes that this package adds to vLLM's server."""
+    # Imports vLLM's web framework, which the other tables do without.
+    from vllm_semantic_sched.engine.http import admin
+
+    rows = []
+    for router in (admin.router, admin.probes):
+        for route in router.routes:
+            method = next(iter(route.methods))
+            text = inspect.getdoc(route.endpoint) or ""
+            meaning = _cell(text.partition("\n\n")[0])
+            rows.append((route.path, f"| `{method} {route.path}` | {meaning} |"))
+    lines = [line for _, line in sorted(rows)]
+    return "\n".join([*_ROUTES_HEAD, *lines]) + "\n"
+
+
+def variables_table() -> str:
+    """A Markdown table of the environment variables."""
+    rows = [
+        f"| `{name}` | {entry['by']} | {entry['meaning']} |"
+        for name, entry in _texts()["variables"].items()
+    ]
+    return "\n".join([*_VARIABLES_HEAD, *rows]) + "\n"
 
 
 def policy_keys() -> str:
@@ -197,3 +299,4 @@ if __name__ == "__main__":
         sys.exit(__doc__)
     KEYS.write_text(policy_keys(), "utf-8")
     insert(PAGE)
+    insert(COMMANDS_PAGE)

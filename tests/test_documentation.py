@@ -332,11 +332,22 @@ def test_every_shipped_policy_is_described() -> None:
 # Generated tables and metrics
 
 
-def test_reference_page_is_current(tmp_path) -> None:
-    copy = tmp_path / "reference.md"
-    copy.write_text(text_of(reference.PAGE), "utf-8")
+@pytest.mark.parametrize("page", [reference.PAGE, reference.COMMANDS_PAGE])
+def test_generated_tables_are_current(page: Path, tmp_path) -> None:
+    copy = tmp_path / page.name
+    copy.write_text(text_of(page), "utf-8")
     reference.insert(copy)
-    assert text_of(copy) == text_of(reference.PAGE), "run `python scripts/reference.py`"
+    assert text_of(copy) == text_of(page), "run `python scripts/reference.py`"
+
+
+def test_every_environment_variable_is_listed() -> None:
+    folders = [ROOT / "vllm_semantic_sched", ROOT / "scripts"]
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    sources = [text_of(path) for path in files if path.suffix in (".py", ".sh")]
+    read = {name for source in sources for name in re.findall(r"SEMSCHED_[A-Z_]+", source)}
+    page = text_of(reference.COMMANDS_PAGE)
+    listed = re.findall(r"^\| `(SEMSCHED_[A-Z_]+)` \|", page, re.MULTILINE)
+    assert read == set(listed)
 
 
 def test_policy_keys_file_is_current_and_sets_defaults() -> None:

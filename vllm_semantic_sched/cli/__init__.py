@@ -55,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return failure.status
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The arguments of a subcommand, with its function `run`. Exits if they are wrong."""
+def command_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The parser of all commands, or of one, which is faster: it imports that one's module."""
     parser = argparse.ArgumentParser(
         prog="semsched", description="Urgency-first scheduling for vLLM."
     )
@@ -68,10 +68,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="print a script that completes commands in this shell",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    words = sys.argv[1:] if argv is None else list(argv)
-    # Only help needs all modules. Extras, and what is slow to import, they import when they run.
-    needed = words[:1] if words and words[0] in _COMMANDS else _COMMANDS
-    for name in needed:
+    for name in _COMMANDS if only is None else (only,):
         module = importlib.import_module(f"{__name__}.{name}")
         text = str(module.__doc__)
         command = commands.add_parser(
@@ -79,6 +76,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         )
         module.add_arguments(command)
         command.set_defaults(run=getattr(module, "run", None))
+    return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of a subcommand, with its function `run`. Exits if they are wrong."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    # Only help needs all modules. Extras, and what is slow to import, they import when they run.
+    parser = command_parser(words[0] if words and words[0] in _COMMANDS else None)
     arguments, passed_on = parser.parse_known_args(words)
     arguments.passed_on = passed_on
     arguments.words = words

@@ -241,7 +241,10 @@ async def start_canary(
     lease: Annotated[float, Body(gt=0)],
     watch: Annotated[list[Literal["ttft", "tpot", "e2e"]], Body()],
 ) -> Reply:
-    """Try a policy on a share of the traffic: see `policy.canary`. 422 if an engine refuses it."""
+    """Try a policy on a share of the traffic; 422 if an engine refuses it.
+
+    See `policy.canary`.
+    """
     engines = engine_count(request.app.state.vllm_config)
     plan = {"share": share, "period": period, "lease": lease, "watch": watch}
     canaries = min(engines - 1, max(1, round(share * engines)))
@@ -258,7 +261,10 @@ async def start_canary(
 
 @router.get("/canary")
 async def canary_status(request: Request) -> Reply:
-    """The canary of each engine (see `engine.live_policy.CanaryDriver.report`)."""
+    """The canary of each engine: what its requests and the others got so far.
+
+    See `engine.live_policy.CanaryDriver.report`.
+    """
     return {"engines": await _ask(request, "canary_status")}
 
 
