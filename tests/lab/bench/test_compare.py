@@ -26,7 +26,7 @@ from vllm_semantic_sched.lab.bench.command_line import print_summary
 from vllm_semantic_sched.lab.bench.compare import RunPlan, compare, idle_sample
 from vllm_semantic_sched.lab.bench.device_use import LABEL
 from vllm_semantic_sched.lab.bench.metrics import Difference
-from vllm_semantic_sched.lab.bench.page import draw_comparison
+from vllm_semantic_sched.lab.bench.page import draw_comparison, figures_of_picture
 from vllm_semantic_sched.lab.bench.results import MixResult, Round
 from vllm_semantic_sched.lab.bench.schedulers import NAMES, end_token, parse_schedulers
 from vllm_semantic_sched.lab.bench.server import PREDICTOR, ServerConfig, process_title
@@ -240,7 +240,9 @@ def test_noisy_mixes_are_repeated_at_the_end_of_the_round(plan, monkeypatch, rep
 
 def test_picture_and_file_are_written(comparison, tmp_path):
     draw_comparison(comparison, tmp_path / "p.png")
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    shown = figures_of_picture(tmp_path / "p.png")
+    rows = comparison.mixes["even"]
+    assert shown == {"even": {name: f"{row.p99_ttft():.3g}" for name, row in rows.items()}}
     comparison.write(tmp_path / "r.json")
     document = json.loads((tmp_path / "r.json").read_text())
     row = document["mixes"]["even"]["semantic-true"]

@@ -1,5 +1,6 @@
 """The HTML page and the picture of a comparison."""
 
+import json
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,6 @@ from vllm_semantic_sched.lab.bench.schedulers import client_id
 from vllm_semantic_sched.lab.bench.server import API_SERVER, PREDICTOR
 from vllm_semantic_sched.lab.bench.usage import PREEMPTIONS
 from vllm_semantic_sched.lab.report.content import (
-    Boxes,
     Chart,
     Line,
     Page,
@@ -52,6 +52,7 @@ _SHOWN_URGENT = 3  # messages of urgency 0
 _SHOWN_OTHERS = 1  # messages of each other level
 _MESSAGE_LENGTH = 90  # characters
 _ANSWER_LENGTH = 70  # characters
+_FIGURES = "Description"  # text chunk of the picture
 _LEGEND = (
     "Of the best round; p99 is over all that count. norm. wait. = (finish - arrival) / output "
     "tokens, ms per token; / idle = that over the idle engine's for the same requests, same round; "
@@ -184,10 +185,7 @@ def _bars(mix: str, rows: Rows) -> Iterator[Chart]:
     """Of `_PANELS`, by level and scheduler, with the idle engine as a line."""
     first = next(iter(rows.values()))
     levels = list(first.levels)
-    colors = {}
-    for place, row in enumerate(rows.values()):
-        variant_color = _VARIANT_COLORS[place % len(_VARIANT_COLORS)]
-        colors[row.scheduler.title] = _COLORS.get(row.scheduler.name, variant_color)
+    colors = _colors(rows)
     for title, (metric, statistic, scale) in _PANELS.items():
         series = {
             row.scheduler.title: _heights(row.levels, levels, metric, statistic, scale)
@@ -200,6 +198,15 @@ def _bars(mix: str, rows: Rows) -> Iterator[Chart]:
             lines = [Line("idle engine, urgency 0", ends, (idle, idle), "#c03030", dashed=True)]
         groups = list(map(level_title, levels))
         yield grouped_bars(f"Mix {mix}: {title}", title, groups, series, colors, lines=lines)
+
+
+def _colors(rows: Rows) -> dict[str, str]:
+    """By title of the scheduler."""
+    colors = {}
+    for place, row in enumerate(rows.values()):
+        variant_color = _VARIANT_COLORS[place % len(_VARIANT_COLORS)]
+        colors[row.scheduler.title] = _COLORS.get(row.scheduler.name, variant_color)
+    return colors
 
 
 def _heights(
@@ -448,49 +455,70 @@ def _spans(log: Path, prefix: str) -> list[Span]:
 
 
 def draw_comparison(comparison: Comparison, path: Path) -> None:
-    """Write a PNG of the page's bar charts, a column per mix."""
+    """Write a PNG of how long the requests of urgency 0 waited: a panel for each mix, in it a row
+    of dots for each scheduler, on a linear axis from 0. Their p99s are in the file, too: see
+    `figures_of_picture`."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     mixes = comparison.mixes
+    most = max(map(len, mixes.values()))
     figure, axes = pyplot.subplots(
-        len(_PANELS), len(mixes), figsize=(8.4 * len(mixes), 8.4), squeeze=False, sharey="row"
+        1, len(mixes), figsize=(6.6 * len(mixes), 1.3 + 0.62 * most), squeeze=False, sharey=True
     )
-    for column, (mix, rows) in zip(axes.T, mixes.items(), strict=True):
-        for axis, chart in zip(column, _bars(mix, rows), strict=True):
-            _draw(axis, chart)
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    columns = min(len(labels), 3 * len(mixes))
-    figure.legend(handles, labels, loc="upper center", ncols=columns, frameon=False, fontsize=11)
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.035 * math.ceil(len(labels) / columns)))
-    figure.text(0.01, 0.005, comparison.label, fontsize=9, color="#c03030")
-    figure.savefig(path, dpi=120)
+    for axis, (mix, rows) in zip(axes[0], mixes.items(), strict=True):
+        _draw_waits(axis, mix, rows)
+    caption = "Each dot is an urgent request of a counted round. Further left is better."
+    figure.text(0.01, 0.02, caption, fontsize=9, color="#555555")
+    figure.text(0.6, 0.02, comparison.label, fontsize=9, color="#c03030")
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figures = {mix: _p99s(rows) for mix, rows in mixes.items()}
+    figure.savefig(path, dpi=150, metadata={_FIGURES: json.dumps(figures)})
     pyplot.close(figure)
 
 
-def _draw(axis: Any, chart: Chart) -> None:
-    from matplotlib.ticker import LogLocator
-
-    for mark in chart.marks:
-        if isinstance(mark, Line):
-            axis.plot(mark.x, mark.y, "--", color=mark.color, linewidth=1.4, label=mark.name)
-        elif isinstance(mark, Boxes):
-            spans = [(left, right - left, top) for left, right, _, top, _ in mark.boxes]
-            lefts, widths, heights = zip(*spans, strict=True) if spans else ((), (), ())
-            drawn = axis.bar(
-                lefts, heights, widths, align="edge", label=mark.name, color=mark.color
-            )
-            labels = [f"{height:.0f}" if height >= 10 else f"{height:.2g}" for height in heights]
-            axis.bar_label(drawn, labels=labels, fontsize=7, padding=2, rotation=90)
-    axis.set_title(chart.title, fontsize=12)
-    axis.set_yscale("log")
-    axis.margins(y=0.12)
-    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.yaxis.set_minor_formatter("")
-    axis.set_xticks([*chart.x_ticks], [*chart.x_ticks.values()])
-    axis.grid(axis="y", alpha=0.3)
+def _draw_waits(axis: Any, mix: str, rows: Rows) -> None:
+    colors = _colors(rows)
+    for place, row in enumerate(rows.values()):
+        waits = sorted(row.urgent_waits())
+        if not waits:
+            continue
+        # Spread, so that equal waits do not hide each other.
+        heights = [place + 0.3 * ((5 * rank) % 8 / 7 - 0.5) for rank in range(len(waits))]
+        color = colors[row.scheduler.title]
+        axis.scatter(waits, heights, s=26, color=color, alpha=0.75, linewidths=0)
+        axis.annotate(
+            f"p99 {row.p99_ttft():.3g} s",
+            (waits[-1], place),
+            xytext=(9, 0),
+            textcoords="offset points",
+            verticalalignment="center",
+            fontsize=10,
+            color=color,
+        )
+    axis.set_title(f"Mix {mix}: seconds until the first token of urgent requests", fontsize=11)
+    axis.set_yticks(range(len(rows)), [row.scheduler.title for row in rows.values()])
+    axis.set_ylim(len(rows) - 0.5, -0.5)
+    longest = max((wait for row in rows.values() for wait in row.urgent_waits()), default=1.0)
+    axis.set_xlim(0, 1.25 * longest)  # room for the label beside the longest
+    axis.grid(axis="x", alpha=0.3)
     axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.tick_params(axis="y", length=0)
+
+
+def _p99s(rows: Rows) -> dict[str, str]:
+    """p99 time to first token of urgency 0 by scheduler, as printed, in seconds."""
+    return {name: f"{row.p99_ttft():.3g}" for name, row in rows.items()}
+
+
+def figures_of_picture(path: Path) -> dict[str, dict[str, str]]:
+    """p99 time to first token of urgency 0 in seconds, as printed, by mix and scheduler, of a
+    picture that `draw_comparison` wrote. KeyError if it has none."""
+    from PIL import Image
+
+    with Image.open(path) as picture:
+        figures: dict[str, dict[str, str]] = json.loads(picture.info[_FIGURES])
+    return figures

@@ -192,8 +192,12 @@ class MixResult:
 
     def p99_ttft(self) -> float:
         """Return p99 TTFT of urgency 0 in the counted rounds, in seconds."""
+        return summarize(self.urgent_waits()).p99
+
+    def urgent_waits(self) -> list[float]:
+        """TTFT in seconds of each answered request of urgency 0 in the counted rounds."""
         answered = [record for record in self._urgent() if record.ok]
-        return summarize([record.ttft for record in answered if record.ttft is not None]).p99
+        return [record.ttft for record in answered if record.ttft is not None]
 
     def _urgent(self) -> Iterator[Record]:
         """Urgency 0 of the counted rounds."""
