@@ -60,13 +60,16 @@ def draw(figures: Mapping[str, Mapping[str, float]], path: Path) -> None:
     rest = [name for name in figures if name not in line and name != "fcfs"]
     axis.plot(*zip(*(place[name] for name in rest), strict=True), "s", color="#8c8c8c")
     for name in (*line, *rest):
-        below = (6, -14) if name in line else (-30, 8)
-        axis.annotate(name, place[name], below, textcoords="offset points", fontsize=8)
-    axis.set_xlabel("tokens/s, of FCFS")
-    axis.set_ylabel("level 0: mean latency, s")
-    axis.margins(x=0.12)
+        # Away from the line: labels of the policies above it, of the prices below.
+        offset = (8, -16) if name in line else (-44, 10)
+        axis.annotate(name, place[name], offset, textcoords="offset points", fontsize=9)
+    axis.set_xlabel("output tokens per second, as a share of FCFS's")
+    axis.set_ylabel("mean latency of level 0, s")
+    axis.margins(x=0.16)
     axis.set_ylim(0, 1.3 * max(place[name][1] for name in line))
-    axis.set_title(f"FCFS: 1, {place['fcfs'][1]:.0f} s", fontsize=9)
+    fcfs = place["fcfs"][1]
+    title = f"A higher price makes level 0 faster and costs throughput (FCFS: {fcfs:.0f} s)"
+    axis.set_title(title, fontsize=10)
     axis.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
 
