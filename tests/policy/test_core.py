@@ -35,7 +35,9 @@ def arrive(core: SchedulingCore, name: str, urgency=None, unread=False, priority
 
 actions = st.lists(
     st.tuples(
-        st.sampled_from(["arrive", "predict", "admit", "preempt", "finish", "step", "skip"]),
+        st.sampled_from(
+            ["arrive", "predict", "admit", "preempt", "finish", "step", "skip", "assign"]
+        ),
         st.integers(0, 50),
         st.integers(0, 4),
     ),
@@ -56,6 +58,8 @@ def test_every_job_is_in_exactly_one_place_until_it_finishes(base, actions) -> N
         elif action == "predict" and jobs:
             job = jobs[pick % len(jobs)]
             core.predicted(job, Prediction(LEVELS[level % 2], LENGTHS[pick % 3]))
+        elif action == "assign" and jobs:
+            core.assign(jobs[pick % len(jobs)], level)
         elif action == "admit" and waiting:
             best = min(waiting, key=lambda job: list(core.waiting.ordered()).index(job))
             assert core.waiting.peek() is best

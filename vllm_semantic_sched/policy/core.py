@@ -11,6 +11,7 @@ from vllm_semantic_sched.policy.estimates.decision import Hint, read_hints
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import (
+    FIRST,
     FREE_LENGTH,
     Draft,
     Job,
@@ -246,7 +247,8 @@ class SchedulingCore:
         stated: StatedLength = FREE_LENGTH,
     ) -> None:
         """Record that a session has got its next input, which continues all that came before; the
-        caller queues the job, or moves it to its new place. Without a hint its level stays."""
+        caller queues the job, or moves it to its new place. Without a hint its level stays, and so
+        does one that an operator has set."""
         if job.state is JobState.RUNNING:  # the input was there before its turn ended
             self._leave(job)
             self.lifecycle.move(job, JobState.WAITING, "input")
@@ -254,7 +256,7 @@ class SchedulingCore:
         job.stated, job.max_output_tokens = stated, max_output_tokens
         if stated.longest is not None:
             job.max_output_tokens = min(max_output_tokens, stated.longest)
-        if hint.level is not None:
+        if hint.level is not None and job.level_source is not LevelSource.OPERATOR:
             self.levels.tell(job, hint.level, hint.source)
 
     # Queueing
@@ -330,6 +332,14 @@ class SchedulingCore:
         """Apply a prediction, or its failure (None), and move the job to its new rank."""
         self.levels.read(job, prediction)
         self._rank_again(job)
+
+    def assign(self, job: Job, level: int, by: str = "", why: str = "") -> None:
+        """Give a waiting or running job, whose `computed` and `generated` are up to date, the level
+        that an operator sets, and move it to its new rank. `by`, `why`: for the event log."""
+        self.levels.assign(job, level, by, why)
+        self._rank_again(job)
+        self.eviction.reconsider()
+        self.moved[job] = None
 
     # Running
 
@@ -581,7 +591,10 @@ class SchedulingCore:
         return protected is not None and any(map(self.requests, range(protected + 1)))
 
     def rank(self, job: Job) -> Rank:
-        """A job's place in the order, by its level and predicted seconds as they are now."""
+        """A waiting job's place in the order, by its level and predicted seconds as they are now.
+        One that an operator has raised is the first of its level, under any base policy."""
+        if job.raised:
+            return rank_of("semantic", job.effective_level, FIRST, job.sequence)
         seconds = self.estimates.rank_seconds(job)
         return rank_of(self.policy_ref.policy.base, job.effective_level, seconds, job.sequence)
 

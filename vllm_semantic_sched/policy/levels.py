@@ -127,6 +127,21 @@ class LevelDecider:
         job.sure_level = 0
         self.change(job, self.capped(job, level, counted))
 
+    def assign(self, job: Job, level: int, by: str, why: str) -> None:
+        """Apply the level that an operator sets. Neither the tenant's cap nor a later reading of
+        the text changes it. `by`, `why`: for the event log."""
+        before = job.level
+        inversions = self._seating.inversions
+        if inversions is not None and job.started is None:
+            inversions.read(job)  # requests that got seats before did not overtake this level
+        job.level_source = LevelSource.OPERATOR
+        job.sure_level = 0
+        job.raised = level < before or (job.raised and level == before)
+        self.change(job, level)
+        if self._lifecycle.journal is not None:
+            details = {"level_before": before, "by": by, "why": why}
+            self._lifecycle.note(job, "operator", details)
+
     def explain(self, job: Job) -> Mapping[str, Any]:
         """The rule and the probabilities that decided a job's level, if that is logged."""
         if self._lifecycle.journal is None:

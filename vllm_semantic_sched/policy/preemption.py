@@ -188,6 +188,10 @@ class Eviction:
         self._freed_at = now
         self._unpaid = self.passed_over = None
 
+    def reconsider(self) -> None:
+        """Look for victims again: the level of a running or waiting job has changed."""
+        self._unpaid = None
+
     # The right to preempt
 
     @property

@@ -92,6 +92,18 @@ def arrived(
     return decisions.orders.end
 
 
+def assign(
+    core: SchedulingCore, snapshot: Snapshot, job: Job, level: int, by: str = "", why: str = ""
+) -> None:
+    """Give a waiting or running job the level that an operator sets, between two steps. The next
+    step decides by it. `by`, `why`: for the event log."""
+    if job.state is JobState.RUNNING:
+        Plans(core.plan_preemption, core.profile, snapshot).observe(job)
+    core.assign(job, level, by, why)
+    if core.overload is not None:
+        core.overload.reassigned(job)
+
+
 def preempt(
     core: SchedulingCore, snapshot: Snapshot, job: Job, reason: str, beneficiary: Job
 ) -> Victim:

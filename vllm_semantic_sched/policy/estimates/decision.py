@@ -80,11 +80,12 @@ def decide(
 
 
 def deciding_rule(policy: Policy, job: Job) -> str:
-    """What decided a job's level: `hint`, `priority`, `service_tier`, `default`, `tenant_top`, or
-    see `decide`."""
+    """What decided a job's level: `operator`, `hint`, `priority`, `service_tier`, `default`,
+    `tenant_top`, or see `decide`."""
     source = job.level_source
     prediction = job.prediction
-    if job.best_level and job.level == job.best_level:
+    capped = job.best_level and job.level == job.best_level
+    if capped and source is not LevelSource.OPERATOR:
         return "tenant_top"
     if source not in (LevelSource.PREDICTION, LevelSource.INSTANT) or prediction is None:
         return source.value

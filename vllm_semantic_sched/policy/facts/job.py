@@ -28,6 +28,9 @@ class Rank(NamedTuple):
     sequence: int
 
 
+FIRST = float("-inf")
+"""Remaining seconds in the rank of a waiting request that an operator has raised."""
+
 _new_tuple = tuple.__new__
 
 
@@ -91,10 +94,11 @@ LEGAL_MOVES = {
 
 
 class LevelSource(enum.Enum):
-    """Origin of a job's urgency level, most trusted first. `INSTANT` is provisional: the instant
-    reader's, until the predictor has read the prompt. `SESSION` is the floor of its session;
-    provisional, too, if the prompt is to be read."""
+    """Origin of a job's urgency level, most trusted first. `OPERATOR`: set while it waited or ran.
+    `INSTANT` is provisional: the instant reader's, until the predictor has read the prompt.
+    `SESSION` is the floor of its session; provisional, too, if the prompt is to be read."""
 
+    OPERATOR = "operator"
     HINT = "hint"
     PRIORITY = "priority"
     SERVICE_TIER = "service_tier"
@@ -243,6 +247,7 @@ class Job:
     prediction: Prediction | None = None
     sure_level: int | None = 0  # the most urgent one whose rights it may have now; None: no rights
     best_level: int = 0  # the most urgent that its tenant's cap on top levels allows
+    raised: bool = False  # by an operator: while it waits, it is the first of its level
     draft: Draft | None = None  # None: to be estimated anew
 
     # Place

@@ -97,7 +97,8 @@ class Inversions(Listener):
             }
 
     def read(self, job: Job) -> None:
-        """Record that the prediction of a job without a first seat is about to come."""
+        """Record that a job without a first seat is about to get another level: its prediction
+        comes, or an operator sets it."""
         self._read[job] = self._seats, job.level
 
     def moved(self, transition: Transition) -> None:

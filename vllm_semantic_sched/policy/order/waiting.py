@@ -111,6 +111,11 @@ class WaitingQueue:
         self.add(job, rank)
         return True
 
+    def is_aside(self, job: Job) -> bool:
+        """Whether a job is queued and kept out of the order."""
+        place = self._places.get(job)
+        return place is not None and self.queues[place].is_aside(job)
+
     def rank_of(self, job: Job) -> Rank | None:
         """The rank under which a job is queued; None if it is buffered or not queued."""
         place = self._places.get(job)

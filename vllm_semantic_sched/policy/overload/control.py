@@ -9,7 +9,7 @@ from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.config.reference import Derived, PolicyRef
 from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
-from vllm_semantic_sched.policy.facts.job import Draft, Job, JobState
+from vllm_semantic_sched.policy.facts.job import Draft, Job, JobState, LevelSource
 from vllm_semantic_sched.policy.limits import Limits
 from vllm_semantic_sched.policy.overload.account import Entry
 from vllm_semantic_sched.policy.overload.admission import SHED, admits_all, judge
@@ -113,6 +113,16 @@ class OverloadControl(Listener):
         self.account.enter(job, entry, self._timeout(job, entry.level))
         return []
 
+    def reassigned(self, job: Job) -> None:
+        """Update a job whose level an operator has set. Unlike in `revised`, a waiting one stays:
+        the bounds on the queue of its new tier do not end it."""
+        if job.state is JobState.RUNNING:
+            self.load.runs(job)
+        old = self.account.leave(job)
+        if old is not None:
+            entry = self._entry(job, old.since)
+            self.account.enter(job, entry, self._timeout(job, entry.level))
+
     def step(self, now: float, kv_use: float) -> list[Ended]:
         """Begin an engine step; returns jobs that have waited too long or are shed."""
         self.load.stepped(now, kv_use)
@@ -158,8 +168,12 @@ class OverloadControl(Listener):
         return ended
 
     def _timeout(self, job: Job, level: int) -> float | None:
-        """Seconds from its arrival after which a waiting job is refused; None: never."""
+        """Seconds from its arrival after which a waiting job is refused; None: never. One whose
+        level an operator has set may wait as long as any tier allows: a tier with a short timeout
+        must not end what was raised to it."""
         timeout = self._timeouts.table[level]
+        if job.level_source is LevelSource.OPERATOR:
+            timeout = _longest(self._timeouts.table)
         if job.patience is None:
             return timeout
         return job.patience if timeout is None else min(timeout, job.patience)
@@ -177,6 +191,12 @@ class OverloadControl(Listener):
     ) -> Ended:
         self.account.leave(job)
         return job, Refusal(code, reason, self.retry_after(level), beneficiary)
+
+
+def _longest(timeouts: Sequence[float | None]) -> float | None:
+    """The longest of some timeouts; None: never."""
+    seconds = [timeout for timeout in timeouts if timeout is not None]
+    return max(seconds) if len(seconds) == len(timeouts) else None
 
 
 def _timeouts(policy: Policy) -> Sequence[float | None]:

@@ -247,12 +247,34 @@ class LoadMonitor:
         """Predicted time to clear waiting work at least as urgent, and half of the running work."""
         waiting = sum(held.queued_tokens for held in self.allocations.levels[: level + 1])
         ahead = waiting + self._predicted_tokens() / 2
-        tokens, busy = self._done.sums
-        if busy >= _ENOUGH and tokens > 0:
-            return ahead / (tokens / busy)
-        # By the profile, with all seats decoding.
+        return ahead / (self._measured_speed() or self._speed_by_profile())
+
+    def seconds_to_start(self, tokens: float, requests: int, served: float) -> float:
+        """Predicted time until a waiting request gets a seat. While seats or KV are short, the
+        engine serves the tokens ahead of it, and those of one more request until a seat comes free.
+
+        Args:
+            tokens: of work of the `requests` that are ahead of it in the queue.
+            served: tokens that running requests have got so far.
+        """
+        running, held = len(self.allocations), self._predicted_tokens()
+        if running + requests < self._seats and held + tokens <= self._kv_tokens:
+            return 0.0
+        # Before a burst the engine may have been slow for want of requests.
+        speed = max(self._measured_speed(served) or 0.0, self._speed_by_profile())
+        return (tokens + held / max(1, running)) / speed
+
+    def _measured_speed(self, served: float = 0.0) -> float | None:
+        """Tokens per busy second; None until it is known. `served` so far to running requests: in
+        the first seconds of a burst, few of its tokens are those of ended requests."""
+        done, busy = self._done.sums
+        done += served * max(0.0, 1.0 - busy / _RECENT)
+        return done / busy if busy >= _ENOUGH and done > 0 else None
+
+    def _speed_by_profile(self) -> float:
+        """Output tokens per second with all seats decoding."""
         step = self._estimates.profile.batch_terms.sequences(self._seats)
-        return ahead / (self._seats / max(step, 1e-6))
+        return self._seats / max(step, 1e-6)
 
     def is_shed(self, level: int) -> bool:
         """Whether new requests of a level are refused."""

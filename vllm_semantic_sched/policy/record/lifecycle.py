@@ -46,8 +46,9 @@ class Listener:
 
     def noted(self, job: Job, what: str, details: Mapping[str, Any]) -> None:
         """Called on the journal alone, for what is no change of state: `read` (a prediction came;
-        `rule`, `urgency` with the probabilities, `level_before`) and `restored` (seconds until a
-        preempted job had its KV again)."""
+        `rule`, `urgency` with the probabilities, `level_before`), `operator` (set the level;
+        `level_before`, `by`, `why`) and `restored` (seconds until a preempted job had its KV
+        again)."""
 
 
 # By method of `Listener`: the code of the task that an error interrupts.
