@@ -19,6 +19,7 @@ _COMMANDS = (
     "evaluate",
     "explain",
     "policy",
+    "level",
     "maintenance",
     "doctor",
     "top",

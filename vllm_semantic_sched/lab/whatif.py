@@ -125,6 +125,9 @@ def _end(engine: EngineLog, arrival: dict[str, Any] | None, end: dict[str, Any])
 def _recorded(arrival: dict[str, Any], end: dict[str, Any]) -> Recorded:
     stated = arrival["level_from"] in ("hint", "priority", "service_tier")
     inherited = end["level_from"] == "session"  # the log does not say of which
+    hint = int(arrival["level"]) if stated or inherited else None
+    if end["level_from"] == "operator":  # replayed as if it had come at that level
+        hint = int(end["level"])
     blocks = np.frombuffer(base64.b64decode(end.get("blocks", "")), np.uint8).reshape(-1, 3)
     hashes = tuple((blocks @ np.array([1 << 16, 1 << 8, 1])).tolist())
     prediction = None
@@ -138,7 +141,7 @@ def _recorded(arrival: dict[str, Any], end: dict[str, Any]) -> Recorded:
         prompt_tokens=int(end["prompt_tokens"]),
         output_tokens=int(end["output_tokens"]),
         tenant=str(end.get("tenant", "")),
-        hint=int(arrival["level"]) if stated or inherited else None,
+        hint=hint,
         limit=end.get("max_tokens"),
         shortest=int(end.get("min_tokens", 0)),
         blocks=hashes,

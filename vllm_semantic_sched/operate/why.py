@@ -277,6 +277,9 @@ def _words(event: Event) -> str:
         level = event["level"]
         change = f"level {level}" if before == level else f"level {before} became {level}"
         return f"read: {change}{rule}"
+    if reason == "operator":
+        said = f": {event['why']}" if "why" in event else ""
+        return f"level {event['level_before']} became {event['level']} by {event['by']}{said}"
     if "held" in event:
         return f"had been held for {event['held']:.3f} s{whom}"
     if "restored" in event:

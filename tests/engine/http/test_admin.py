@@ -230,6 +230,34 @@ def test_weights_can_change_while_requests_wait(server, weights, running) -> Non
     assert complete(server, "what is rain", 30) == before
 
 
+def test_operator_raises_a_waiting_request_by_its_clients_id(server, capsys) -> None:
+    """In a queue of equally long requests it is answered before those that came before it."""
+    body = {"model": "bench", "prompt": "hello", "max_tokens": 60, "ignore_eos": True}
+    request = urllib.request.Request(
+        server.url + "/v1/completions",
+        json.dumps(body | {"vllm_xargs": {"urgency": 4}}).encode(),
+        {
+            "Content-Type": "application/json",
+            "Authorization": f"Bearer {KEY}",
+            "X-Request-Id": "ward-7",
+        },
+    )
+    raised = "semsched:operator_levels_total"
+    with ManyRequests(server) as crowd, ThreadPoolExecutor(1) as clients:
+        answer = clients.submit(lambda: json.load(urllib.request.urlopen(request, timeout=120)))
+        wait_until(lambda: command(server, "level", "ward-7") == 0, pause=0.01)
+        assert " ahead, expected to start in " in capsys.readouterr().out
+        assert command(server, "level", "ward-7", "9") == 1
+        assert "level 9 does not exist; valid: 0, 1, 2, 3, 4" in capsys.readouterr().err
+        assert command(server, "level", "ward-7", "0", "--by", "ann", "--why", "pain") == 0
+        assert "level 4 became 0, waits with 0 ahead" in capsys.readouterr().out
+        assert answer.result()["id"] == "cmpl-ward-7"
+        assert len(crowd.texts) < CROWD and admin(server).status()[0]["waiting"] > 0
+        assert command(server, "level", "cmpl-ward-7") == 1
+        assert "'cmpl-ward-7' waits or runs: it has ended" in capsys.readouterr().err
+    wait_until(lambda: page_value(server, raised, change="raised") == 1)
+
+
 def test_sleep_and_wake_keep_the_queue(server) -> None:
     """The CPU platform frees no memory, but the sequence of actions is the same."""
     with ManyRequests(server, SHORT_STORY_TOKENS):

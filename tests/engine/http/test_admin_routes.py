@@ -1,6 +1,7 @@
 """Access to the operator's endpoints, without an engine."""
 
 import asyncio
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,6 +139,41 @@ def test_correction_is_recorded_without_id_or_text(tmp_path) -> None:
     assert unknown.post(path, json=body).status_code == 404
     assert client("10.0.0.7", READING).post(path, json=body).status_code == 403
     assert client("127.0.0.1", READING, token=None).post(path, json=body).status_code == 403
+
+
+STANDING = {"request": "cmpl-7-0-0a1b2c3d", "state": "queued", "level": 3, "ahead": 2}
+
+
+def test_level_is_set_and_asked_for_on_all_engines() -> None:
+    path, known = "/v1/semsched/level", {"requests": [STANDING]}
+    server = client("127.0.0.1", {"requests": []}, known)  # the second engine has the request
+    assert server.get(path, params={"id": "a/b c"}).json() == known
+    body = {"id": "cmpl-7", "level": 0, "by": "ann", "why": "chest pain\nINFO: all is well"}
+    assert server.post(path, json=body).json() == known
+    asked, changed = server.app.state.engine_client.engine_core.calls
+    given = {"id": "a/b c", "level": None, "by": "", "why": ""}
+    assert asked == f"level {json.dumps(given)}"
+    # One line, whatever the text.
+    given = body | {"why": "chest pain INFO: all is well"}
+    assert changed == f"level {json.dumps(given)}"
+    for wrong in ({"level": 0}, {"id": "cmpl-7", "level": None}, body | {"why": "x" * 513}):
+        assert server.post(path, json=wrong).status_code == 422
+    assert client("10.0.0.7", known).post(path, json=body).status_code == 403
+    assert client("127.0.0.1", known, token=None).get(path, params=body).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "reason"),
+    [
+        ({"requests": []}, 404, "no request 'cmpl-7' waits or runs: it has ended, or never came"),
+        ({"invalid": "level 7 does not exist; valid: 0, 1"}, 400, "valid: 0, 1"),
+        ({"refused": "the policy only observes"}, 409, "observes"),
+    ],
+)
+def test_level_that_cannot_be_set_is_refused_with_the_reason(answer, status, reason) -> None:
+    server = client("127.0.0.1", answer, answer)
+    reply = server.post("/v1/semsched/level", json={"id": "cmpl-7", "level": 7})
+    assert reply.status_code == status and reason in reply.json()["detail"]
 
 
 def test_token_is_readable_by_its_user_only() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Request
+from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Query, Request
 
 from vllm_semantic_sched.engine.guard import logged, logger
 from vllm_semantic_sched.engine.http import pausing
@@ -37,6 +37,8 @@ from vllm_semantic_sched.predict.corrections import (
 
 PREFIX = "/v1/semsched"  # vLLM requires the API key under /v1
 LONGEST_ID = 512  # characters of a request id
+_LONGEST_NAME = 128  # characters of an operator's name
+_LONGEST_REASON = 512
 _WATCH_SECONDS = 5.0  # between two looks at the policy file
 _FOLLOW_SECONDS = 0.5  # between two looks for the reloads of other API servers
 
@@ -216,6 +218,49 @@ def _corrections(request: Request) -> Path:
     if path is None:
         raise HTTPException(409, "corrections need an event log: set events.path in the policy")
     return path
+
+
+@router.get("/level")
+async def standing(request: Request, id: Annotated[str, Query(max_length=LONGEST_ID)]) -> Reply:
+    """State, level, place in the queue and expected wait of a request, by its `id`."""
+    return await _level(request, id, None)
+
+
+@router.post("/level")
+async def set_level(
+    request: Request,
+    id: Annotated[str, Body(max_length=LONGEST_ID)],
+    level: Annotated[Any, Body()],
+    by: Annotated[str, Body(max_length=_LONGEST_NAME)] = "unknown",
+    why: Annotated[str, Body(max_length=_LONGEST_REASON)] = "",
+) -> Reply:
+    """Set the level of a waiting or running request, and of all its prompts and answers.
+
+    Args:
+        id: of the client's answer, its `x-request-id`, or of the event log.
+        by: the operator, for the event log.
+        why: for the event log.
+    """
+    return await _level(request, id, level, by=_one_line(by), why=_one_line(why))
+
+
+async def _level(request: Request, id: str, level: Any, by: str = "", why: str = "") -> Reply:
+    given = {"id": id, "level": level, "by": by, "why": why}
+    answers = await _ask(request, f"level {json.dumps(given)}")
+    for answer in answers:
+        if "invalid" in answer:
+            raise HTTPException(400, answer["invalid"])
+        if "refused" in answer:
+            raise HTTPException(409, answer["refused"])
+    requests = [standing for answer in answers for standing in answer["requests"]]
+    if not requests:
+        raise HTTPException(404, f"no request {id!r} waits or runs: it has ended, or never came")
+    return {"requests": requests}
+
+
+def _one_line(text: str) -> str:
+    """Text that cannot pass for other lines of the server's log."""
+    return " ".join(text.split())
 
 
 @router.post("/policy/reload")

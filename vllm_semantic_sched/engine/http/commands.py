@@ -5,13 +5,18 @@ import json
 from collections import Counter
 from typing import Any
 
+from vllm_semantic_sched.engine.guard import logger
 from vllm_semantic_sched.engine.live_policy import CanaryDriver, LivePolicy
+from vllm_semantic_sched.engine.requests.endings import requests_named
 from vllm_semantic_sched.engine.startup.settings import parse_settings
 from vllm_semantic_sched.engine.vllm_api import class_name
+from vllm_semantic_sched.policy import step
 from vllm_semantic_sched.policy.canary import Plan
 from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.facts.heap import stored_entries
+from vllm_semantic_sched.policy.facts.job import Job
+from vllm_semantic_sched.policy.position import position_of
 
 UTILITY = "semsched"  # name of the utility call; its argument is a command
 
@@ -25,6 +30,8 @@ def run(scheduler: Any, command: str) -> Any:
         return status(scheduler)
     if name == "report":
         return report(scheduler)
+    if name == "level":
+        return level(scheduler, json.loads(argument))
     if name == "reading":  # of the request with that id
         return None if live is None else scheduler.readings.find(argument)
     if live is None:
@@ -88,6 +95,74 @@ def report(scheduler: Any) -> tuple[int, dict[str, Any] | None]:
         return engine, None
     scheduler.canary.drive()
     return engine, scheduler.report()
+
+
+def level(scheduler: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Where the requests with an id stand, after they have got a level if one is given.
+
+    `given`: `id`, see `requests_named`; `level`, None to change nothing; `by` and `why`, for the
+    event log. Returns `requests`, see `_standing`, those of a change with `level_before`; in place
+    of it `invalid` or `refused` with the reason if the level does not exist, or counts for nothing.
+    """
+    core: SchedulingCore | None = getattr(scheduler, "core", None)
+    if core is None:
+        return {"refused": "the server runs base: fcfs, which has no levels"}
+    names = requests_named(scheduler.jobs, given["id"])
+    wanted = given["level"]
+    if wanted is None:
+        return {"requests": [_standing(scheduler, scheduler.jobs[name]) for name in names]}
+    levels = range(core.policy.levels)
+    if type(wanted) is not int or wanted not in levels:
+        valid = ", ".join(map(str, levels))
+        return {"invalid": f"level {wanted!r} does not exist; valid: {valid}"}
+    if scheduler.observing:
+        return {"refused": "the policy only observes: vLLM orders the requests by itself"}
+    if not core.policy.uses_urgency:
+        return {"refused": f"base: {core.policy.base} orders the requests without their levels"}
+    before = {name: scheduler.jobs[name].level for name in names}
+    for name in names:
+        _set_level(scheduler, scheduler.jobs[name], wanted, by=given["by"], why=given["why"])
+    return {
+        "requests": [
+            {**_standing(scheduler, scheduler.jobs[name]), "level_before": before[name]}
+            for name in names
+        ]
+    }
+
+
+def _set_level(scheduler: Any, job: Job, level: int, by: str, why: str) -> None:
+    before = job.level
+    step.assign(scheduler.core, scheduler.snapshot(), job, level, by=by, why=why)
+    change = "kept" if level == before else "raised" if level < before else "lowered"
+    scheduler.counters.add("operator_levels", change)
+    logger.info(
+        "Semantic scheduling: request %s: level %d became %d, by operator %s%s.",
+        job.request_id,
+        before,
+        level,
+        by,
+        f": {why}" if why else "",
+    )
+
+
+def _standing(scheduler: Any, job: Job) -> dict[str, Any]:
+    """`request`, `engine`, `state`, `level`, `level_from`; of one that waits in the order also
+    `ahead`, the number of requests before it, and `expected_wait` in seconds, None while the engine
+    is paused."""
+    standing: dict[str, Any] = {
+        "request": job.request_id,
+        "engine": scheduler.vllm_config.parallel_config.data_parallel_index,
+        "state": job.state.value,
+        "level": job.level,
+        "level_from": job.level_source.value,
+    }
+    snapshot = scheduler.snapshot()
+    position = position_of(scheduler.core, snapshot, job)
+    if position is not None:
+        seconds = None if snapshot.paused else position.seconds
+        standing["ahead"] = position.ahead
+        standing["expected_wait"] = None if seconds is None else round(seconds, 3)
+    return standing
 
 
 def _canary(scheduler: Any, command: str, argument: str) -> dict[str, Any]:

@@ -81,6 +81,11 @@ COUNTERS = {
         "Requests whose provisional level the predictor raised (made more urgent) or lowered.",
         {"direction": ("raised", "lowered")},
     ),
+    "operator_levels": Metric(
+        "Levels that an operator has set (`semsched level`), by what became of the request: raised "
+        "(made more urgent), lowered, or kept at its level.",
+        {"change": ("raised", "lowered", "kept")},
+    ),
     "failed_predictions": Metric(
         "Prompts that the predictor could not read; served at the default level."
     ),

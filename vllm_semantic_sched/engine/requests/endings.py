@@ -3,6 +3,7 @@ kept for corrections by operators."""
 
 import re
 from collections import OrderedDict
+from collections.abc import Collection
 from typing import Any, Protocol
 
 from vllm_semantic_sched.engine import vllm_api
@@ -40,6 +41,33 @@ def parent_of(request_id: str) -> str | None:
     """The prompt to which a request is one of several answers; None if it is the only one."""
     answer = _ANSWER.fullmatch(request_id)
     return None if answer is None else answer["parent"]
+
+
+# What vLLM's routes put before the client's id of a request (`x-request-id`).
+_ROUTE = re.compile(
+    r"^(?:chatcmpl|cmpl|embd|pooling|classify|score|generate-tokens|decision|generative-scoring)-"
+)
+_SUFFIX = re.compile(r"-[0-9a-f]{8}$")  # random
+_PROMPT_NUMBER = re.compile(r"[-_]\d+$")
+
+
+def requests_named(request_ids: Collection[str], name: str) -> list[str]:
+    """The ids, among vLLM's, of the requests that `name` stands for: an id of vLLM's, or of the
+    client's, as in the answer or as sent in `x-request-id`. All prompts of a client's request have
+    its name, and all answers to a prompt that of any of them. O(n)."""
+    if name in request_ids:
+        name = parent_of(name) or name
+    # The first test spares most requests the second one.
+    return [each for each in request_ids if name in each and name in _names_of(each)]
+
+
+def _names_of(request_id: str) -> set[str]:
+    prompt = parent_of(request_id) or request_id
+    answer = _SUFFIX.sub("", prompt)
+    # A chat has one prompt, without a number; the client's id may end like one.
+    whole = answer if answer.startswith("chatcmpl-") else _PROMPT_NUMBER.sub("", answer)
+    names = {prompt, answer, whole}
+    return names | {_ROUTE.sub("", name) for name in names} | {request_id}
 
 
 # For the length estimates, and state and reason for the lifecycle.
