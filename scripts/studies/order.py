@@ -3,7 +3,10 @@
 The shipped predictor reads the benchmark's requests (a message of a known level and a real question
 with the length of its own answer). Their load then runs in the simulator under policies that differ
 in order and admission. Prints the mean normalized waiting time of FCFS relative to each policy's,
-and the waiting times by level. Needs the data folder (SEMSCHED_DATA).
+and the waiting times by level. Then the error of the wait that the default policy expects for each
+waiting request (`semsched level REQUEST`): asked once a second for all that wait another second at
+least, relative to the wait that came, over these loads and a burst.
+Needs the data folder (SEMSCHED_DATA).
 
 example:
   python scripts/studies/order.py --output order --overload 2 6
@@ -32,9 +35,11 @@ from vllm_semantic_sched.lab.bench.workload import (
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 
 if TYPE_CHECKING:
+    from vllm_semantic_sched.policy.facts.job import Job
     from vllm_semantic_sched.policy.record.lifecycle import Transition
     from vllm_semantic_sched.sim.engine import Engine
     from vllm_semantic_sched.sim.predictor import Predictions
+    from vllm_semantic_sched.sim.scenario import Scenario
     from vllm_semantic_sched.sim.workload import Workload
 
 Policy = dict[str, Any]
@@ -56,6 +61,8 @@ KNOWN: dict[str, Policy] = {"known: urgency alone": _STRICT, "known: factor 4": 
 _ENGINE = {"profile": "cpu-2core-tiny", "seats": 16, "kv_blocks": 96, "block_size": 32}
 _READER = {"latency": 0.01, "latency_per_request": 0.008}
 _CHARACTERS_PER_TOKEN = 4
+_LOOK = 1.0  # seconds between two looks at the queue, and the least wait that counts
+_ERRORS = {"median": 0.2, "p90": 0.5}  # of an expected wait: the goals
 
 
 @dataclass(frozen=True)
@@ -104,17 +111,10 @@ def simulated(
     """Metrics by level (`sim.metrics.METRICS`), and preemptions under KV pressure. If `known`,
     requests state their level; `predictions` then hold their exact lengths."""
     from vllm_semantic_sched.sim.metrics import Recorder
-    from vllm_semantic_sched.sim.scenario import parse_scenarios
     from vllm_semantic_sched.sim.simulation import simulate
 
-    content = {
-        "workload": {"requests": 1, "hints": known},
-        "predictor": _READER,
-        "engine": _ENGINE,
-        # Without holds, which delay the others whatever their order.
-        "schedulers": {"policy": {"policy": "ems", "protect": {"level": None}} | policy},
-    }
-    scenario = parse_scenarios(content)[0]
+    # Without holds, which delay the others whatever their order.
+    scenario = _scenario({"protect": {"level": None}} | policy, known)
     recorder = Recorder(scenario.slos("policy"))
     shortages = _Shortages()
     simulate(
@@ -125,6 +125,82 @@ def simulated(
         given=(workload, predictions),
     )
     return recorder.levels(), shortages.count
+
+
+def _scenario(policy: Policy, hints: bool) -> Scenario:
+    from vllm_semantic_sched.sim.scenario import parse_scenarios
+
+    content = {
+        "workload": {"requests": 1, "hints": hints},
+        "predictor": _READER,
+        "engine": _ENGINE,
+        "schedulers": {"policy": {"policy": "ems"} | policy},
+    }
+    return parse_scenarios(content)[0]
+
+
+@dataclass(frozen=True)
+class WaitErrors:
+    """Relative errors of expected waits: of how many, the median and 90th percentile, and the
+    median of expected by true ones."""
+
+    samples: int
+    median: float
+    p90: float
+    ratio: float
+
+
+class _ExpectedWaits:
+    """Asks once a second when each request that waits for its first seat is expected to start."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+        self._expected: list[tuple[Job, float, float]] = []  # job, asked at, seconds
+
+    def watch(self, engine: Engine) -> None:
+        """Ask if it is time."""
+        from vllm_semantic_sched.policy.position import position_of
+        from vllm_semantic_sched.sim.snapshot import EngineSnapshot
+
+        now = engine.now()
+        if now < self._next:
+            return
+        self._next = now + _LOOK
+        snapshot = EngineSnapshot(engine)
+        for job in engine.core.waiting:
+            position = position_of(engine.core, snapshot, job) if job.started is None else None
+            if position is not None and position.seconds is not None:
+                self._expected.append((job, now, position.seconds))
+
+    def errors(self) -> WaitErrors:
+        """Compare with the waits that came."""
+        waits = [
+            (seconds, job.started - now)
+            for job, now, seconds in self._expected
+            if job.started is not None and job.started - now >= _LOOK
+        ]
+        expected, true = np.array(waits).T
+        relative = np.abs(expected / true - 1.0)
+        median, p90 = np.percentile(relative, [50, 90])
+        ratio = np.median(expected / true)
+        return WaitErrors(len(waits), float(median), float(p90), float(ratio))
+
+
+def expected_waits(workload: Workload, predictions: Predictions, hints: bool = False) -> WaitErrors:
+    """Errors of the expected waits under the default policy; with `hints` clients state levels."""
+    from vllm_semantic_sched.sim.simulation import simulate
+
+    # The simulator keeps accounts of the load only under a policy that may refuse requests.
+    bounded = {"admission": {"queue": {"requests": 10 * len(workload)}}}
+    waits = _ExpectedWaits()
+    simulate(
+        _scenario(bounded, hints),
+        "policy",
+        finished=lambda run: None,
+        before_step=waits.watch,
+        given=(workload, predictions),
+    )
+    return waits.errors()
 
 
 def load_of(requests: Sequence[BenchRequest], overload: float) -> Workload:
@@ -144,6 +220,14 @@ def load_of(requests: Sequence[BenchRequest], overload: float) -> Workload:
     seconds = workload.outputs.sum() / together["all"]["tokens_per_second"]
     arrivals = np.array([request.arrival for request in requests])
     return replace(workload, arrivals=arrivals * seconds / overload / arrivals[-1])
+
+
+def with_burst(workload: Workload) -> Workload:
+    """The same requests: after a quarter of them all others come at once."""
+    arrivals = workload.arrivals.copy()
+    quarter = len(arrivals) // 4
+    arrivals[quarter:] = arrivals[quarter]
+    return replace(workload, arrivals=arrivals)
 
 
 def exact(workload: Workload) -> Predictions:
@@ -210,6 +294,7 @@ def run(args: argparse.Namespace) -> int:
     assert predictor.length_buckets is not None
     bar = Progress(not args.quiet).bar("simulating", len(MIXES) * args.seeds * len(args.overload))
     rows_by_load: dict[tuple[str, float], list[dict[str, Row]]] = {}
+    waits: dict[tuple[str, str], list[WaitErrors]] = {}
     with bar as advance:
         for mix in MIXES:
             for seed in range(args.seeds):
@@ -218,9 +303,16 @@ def run(args: argparse.Namespace) -> int:
                 readings = predictor.predict([request.text for request in requests])
                 read = Predictions(readings, predictor.length_buckets)
                 for overload in args.overload:
+                    load = load_of(requests, overload)
                     rows_of = rows_by_load.setdefault((mix, overload), [])
-                    rows_of.append(compare(load_of(requests, overload), read))
+                    rows_of.append(compare(load, read))
+                    errors_of = waits.setdefault((mix, f"overload {overload:g}"), [])
+                    errors_of.append(expected_waits(load, read))
                     advance()
+                burst = with_burst(load_of(requests, 1.0))
+                for name, hints in (("burst", False), ("burst, levels stated", True)):
+                    errors_of = waits.setdefault((mix, name), [])
+                    errors_of.append(expected_waits(burst, read, hints))
     for (mix, overload), runs in rows_by_load.items():
         columns = ("policy", "gain", "throughput", "KV shortages", *map(str, range(LEVELS)))
         means = {name: mean_of([run[name] for run in runs]) for name in runs[0]}
@@ -232,6 +324,25 @@ def run(args: argparse.Namespace) -> int:
         print_table(f"{mix} mix, overload {overload:g}; ms per token by level", columns, rows)
         head = {"mix": mix, "overload": overload}
         written += [head | {"policy": name} | asdict(row) for name, row in means.items()]
+    print_table(
+        "relative error of expected waits; goals: "
+        + ", ".join(f"{name} {goal:.0%}" for name, goal in _ERRORS.items()),
+        ("mix", "load", "asked", *_ERRORS, "expected / true"),
+        [
+            (
+                *load_name,
+                sum(errors.samples for errors in runs),
+                *(f"{np.mean([getattr(errors, name) for errors in runs]):.0%}" for name in _ERRORS),
+                f"{np.mean([errors.ratio for errors in runs]):.2f}",
+            )
+            for load_name, runs in waits.items()
+        ],
+        words=2,
+    )
+    written += [
+        {"mix": mix, "load": load_name, "expected_waits": [asdict(errors) for errors in runs]}
+        for (mix, load_name), runs in waits.items()
+    ]
     write_json(args.output / "order.json", written)
     print(f"written: {args.output / 'order.json'}")
     return 0

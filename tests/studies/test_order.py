@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from order import compare, load_of, mean_of, simulated
+from order import compare, expected_waits, load_of, mean_of, simulated, with_burst
 
 from vllm_semantic_sched.lab.bench.workload import BenchRequest
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
@@ -57,3 +57,11 @@ def test_peak_admission_saves_preemptions_at_same_throughput() -> None:
     (before, shortages), (after, fewer) = outcomes(False), outcomes(True)
     assert shortages > 0 and fewer < 0.6 * shortages
     assert after > 0.97 * before
+
+
+@pytest.mark.parametrize("hints", [False, True])
+def test_waits_in_a_burst_are_expected_as_they_come(load, hints) -> None:
+    workload, predictions = load
+    errors = expected_waits(with_burst(workload), predictions, hints)
+    assert errors.samples > 100
+    assert errors.median < 0.3 and 0.7 < errors.ratio < 1.3
