@@ -1,11 +1,13 @@
 """The prefix cache of the simulated engine."""
 
 import random
+from collections import Counter
 
 from drive import PROFILE, drive
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.request import SimRequest
 
 SIZE = 16
@@ -48,6 +50,34 @@ def test_requests_that_share_blocks_fit_where_others_do_not() -> None:
     assert max(run.finish for run in runs) < 0.6 * max(run.finish for run in apart)
 
 
+def test_request_with_a_copy_of_a_cached_block_caches_what_follows() -> None:
+    """Two requests with the same prompt of whole blocks: the second computes its last one again."""
+    prompt = tuple(range(10))
+    twins = [request(n, 0.0, 160, 40, *prompt, 100 * n, 100 * n + 1) for n in (1, 2)]
+    next_turn = request(3, 50.0, 240, 4, *prompt, 200, 201, 202)
+    runs = drive({}, [*twins, next_turn], prefix_caching=True, kv_blocks=100)
+    assert [run.found for run in runs] == [0, 9 * SIZE, 12 * SIZE]
+
+
+def _check(engine: Engine) -> None:
+    """What holds of pool and cache between two steps."""
+    pool = engine.pool
+    holders = Counter[object]()
+    for run in engine.runs.values():
+        holders.update(run.cached)
+        hashes = tuple(block.hash for block in run.cached)
+        assert hashes == run.request.blocks[: len(hashes)]
+        assert len(run.cached) <= engine.decoding.blocks(run)
+    assert all(block.users == count for block, count in holders.items())
+    assert 0 <= len(pool.unused) <= pool.free <= pool.total
+    cached = {block for copies in pool.cached.values() for block in copies}
+    assert cached == holders.keys() | pool.unused.keys()
+    assert not holders.keys() & pool.unused.keys()
+    # Shared blocks are taken once.
+    own = sum(engine.decoding.blocks(run) - len(run.cached) for run in engine.runs.values())
+    assert pool.total - pool.free == own + len(holders)
+
+
 @given(st.integers(0, 10_000))
 def test_no_block_is_lost_or_counted_twice(seed: int) -> None:
     """Random chains of a few beginnings, on an engine that preempts for want of blocks."""
@@ -62,12 +92,12 @@ def test_no_block_is_lost_or_counted_twice(seed: int) -> None:
         requests.append(request(index, index * 0.01, prompt, output, *blocks))
     engines = []
 
-    def check(engine, now) -> None:
+    def check(engine: Engine, now: float) -> None:
         engines[:] = [engine]
-        assert 0 <= engine.pool.free <= engine.pool.total
+        _check(engine)
 
     runs = drive({}, requests, check, prefix_caching=True, kv_blocks=24, seats=5)
     assert all(run.finish is not None for run in runs)
     (engine,) = engines
     assert engine.pool.free == engine.pool.total
-    assert not engine.prefixes._users
+    assert not any(block.users for copies in engine.pool.cached.values() for block in copies)

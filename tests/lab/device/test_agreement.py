@@ -44,7 +44,11 @@ def test_short_of_blocks_the_tail_is_preempted_as_in_vllm() -> None:
     assert max(worst(found).values()) < 0.1
 
 
-def test_shared_prefixes_are_found_as_by_vllm() -> None:
-    load = draw_load(replace(LOAD, requests=40, prefixes=3))
-    found = agreement(load, replace(SMALL, policy="fcfs", prefix_cache=True))
-    assert max(worst(found).values()) < 0.05
+@pytest.mark.parametrize(("policy", "blocks"), [("fcfs", 2000), ("ems", 300)])
+def test_shared_prefixes_are_found_as_by_vllm(policy, blocks) -> None:
+    """With room for all prefixes, and where they displace each other."""
+    load = draw_load(replace(LOAD, prefixes=3))
+    found = agreement(load, replace(SMALL, policy=policy, prefix_cache=True, blocks=blocks))
+    assert found.device.found > 0.4 * sum(len(request.prompt) for request in load)
+    assert abs(found.found) < 0.02
+    assert max(worst(found).values()) < 0.02
