@@ -1,14 +1,18 @@
 """The prefix cache of the simulated engine."""
 
+import json
 import random
 from collections import Counter
 
+import numpy as np
 from drive import PROFILE, drive
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.request import SimRequest
+from vllm_semantic_sched.sim.sections import WorkloadModel
+from vllm_semantic_sched.sim.workload import Workload, draw_workload
 
 SIZE = 16
 
@@ -101,3 +105,49 @@ def test_no_block_is_lost_or_counted_twice(seed: int) -> None:
     (engine,) = engines
     assert engine.pool.free == engine.pool.total
     assert not any(block.users for copies in engine.pool.cached.values() for block in copies)
+
+
+def draw(seed: int = 0, **keys) -> Workload:
+    model = WorkloadModel(arrivals="poisson", requests=60, rate=5.0, **keys)
+    return draw_workload(model, 5, np.random.default_rng(seed), block_size=SIZE)
+
+
+def test_turns_of_a_session_continue_each_other() -> None:
+    reuse = {"beginnings": 2, "beginning": {"value": 100}, "turns": 3, "pause": 1.0}
+    workload = draw(reuse=reuse, prompt={"value": 40}, output={"value": 20})
+    requests = [workload.request(index) for index in range(len(workload))]
+    assert len(requests) == 60
+    by_length = {
+        turn: [request for request in requests if request.prompt_tokens == 140 + 60 * turn]
+        for turn in range(3)
+    }
+    assert sum(map(len, by_length.values())) == 60
+    # What begins alike has whole blocks in common: 6 of a beginning, and all of the last turn.
+    assert len({request.blocks[:6] for request in requests}) == 2
+    assert len({request.blocks[6] for request in by_length[0]}) == len(by_length[0])
+    first = {request.blocks: request for request in by_length[0]}
+    for second in by_length[1]:
+        before = first[second.blocks[: 160 // SIZE]]
+        assert before.arrival < second.arrival and before.level == second.level
+
+
+def test_prompts_without_reuse_have_no_hashes() -> None:
+    assert all(not draw().request(index).blocks for index in range(60))
+
+
+def test_trace_of_mooncake_is_read_with_its_hashes(tmp_path) -> None:
+    """Each id stands for 512 tokens and all before them."""
+    rows = [
+        {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [7, 8, 9]},
+        {"timestamp": 500, "input_length": 1100, "output_length": 5, "hash_ids": [7, 8, 10]},
+        {"timestamp": 900, "input_length": 600, "output_length": 5, "hash_ids": [7, 11]},
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    model = WorkloadModel(arrivals="jsonl", path=str(path))
+    workload = draw_workload(model, 5, np.random.default_rng(0), block_size=SIZE)
+    first, second, third = (workload.request(index) for index in range(3))
+    assert second.arrival == 0.5 and second.prompt_tokens == 1100 and second.output_tokens == 5
+    assert [len(request.blocks) for request in (first, second, third)] == [68, 68, 37]
+    assert first.blocks[:64] == second.blocks[:64] and first.blocks[64] != second.blocks[64]
+    assert third.blocks[:32] == first.blocks[:32] and third.blocks[32] != first.blocks[32]
