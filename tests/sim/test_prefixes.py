@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter
+from statistics import fmean
 
 import numpy as np
 from drive import PROFILE, drive
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.request import SimRequest
+from vllm_semantic_sched.sim.scenario import parse_scenarios
 from vllm_semantic_sched.sim.sections import WorkloadModel
+from vllm_semantic_sched.sim.simulation import simulate
 from vllm_semantic_sched.sim.workload import Workload, draw_workload
 
 SIZE = 16
@@ -77,6 +80,9 @@ def _check(engine: Engine) -> None:
     cached = {block for copies in pool.cached.values() for block in copies}
     assert cached == holders.keys() | pool.unused.keys()
     assert not holders.keys() & pool.unused.keys()
+    for job in engine.core.waiting:
+        run = engine.runs[job]
+        assert engine.prefixes.cached_blocks(run) == engine.prefixes.hits(run)[0]
     # Shared blocks are taken once.
     own = sum(engine.decoding.blocks(run) - len(run.cached) for run in engine.runs.values())
     assert pool.total - pool.free == own + len(holders)
@@ -151,3 +157,38 @@ def test_trace_of_mooncake_is_read_with_its_hashes(tmp_path) -> None:
     assert [len(request.blocks) for request in (first, second, third)] == [68, 68, 37]
     assert first.blocks[:64] == second.blocks[:64] and first.blocks[64] != second.blocks[64]
     assert third.blocks[:32] == first.blocks[:32] and third.blocks[32] != first.blocks[32]
+
+
+def test_rank_by_uncached_work_shortens_the_waits_of_long_prompts() -> None:
+    """Questions about documents, of which the cache holds some."""
+    content = {
+        "workload": {
+            "arrivals": "poisson",
+            "requests": 300,
+            "rate": 20.0,
+            "prompt": {"value": 60},
+            "output": {"value": 40},
+            "reuse": {
+                "beginnings": 30,
+                "beginning": {"kind": "lognormal", "median": 4000, "sigma": 0.5},
+            },
+        },
+        "engine": {
+            "profile": "h100-8b",
+            "seats": 32,
+            "kv_blocks": 6000,
+            "prefix_caching": True,
+        },
+        "schedulers": {
+            "by length": {"policy": "sjf"},
+            "uncached": {"policy": "sjf", "rank_uncached": True},
+        },
+    }
+    scenario = parse_scenarios(content)[0]
+    ttft, found = {}, {}
+    for name in scenario.policies:
+        runs = simulate(scenario, name).runs
+        ttft[name] = fmean(run.first_token - run.request.arrival for run in runs)
+        found[name] = sum(run.found for run in runs)
+    assert ttft["uncached"] < 0.7 * ttft["by length"]
+    assert found["uncached"] > found["by length"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -71,6 +72,15 @@ class PrefixCache:
         block of its last token is computed in any case."""
         found = self._find(run)
         return len(found), sum(block.users > 0 for block in found)
+
+    def cached_blocks(self, run: Run) -> int:
+        """The first of the two, in O(log blocks): who holds a block holds those before it, too, and
+        gives them up later."""
+        cached, hashes = self._pool.cached, run.request.blocks
+        if not cached or not hashes:
+            return 0
+        places = range(min(len(hashes), (run.job.tokens - 1) // self._pool.block_size))
+        return bisect.bisect_left(places, True, key=lambda place: hashes[place] not in cached)
 
     def _find(self, run: Run) -> list[CachedBlock]:
         cached, found = self._pool.cached, []

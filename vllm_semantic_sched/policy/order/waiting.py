@@ -1,6 +1,7 @@
 """The waiting queue, which chooses among the queues of the levels."""
 
 import heapq
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from operator import itemgetter
@@ -111,6 +112,10 @@ class WaitingQueue:
         self.add(job, rank)
         return True
 
+    def is_aside(self, job: Job) -> bool:
+        """Whether a queued job is kept out of the order."""
+        return self.queues[self._places[job]].is_aside(job)
+
     def rank_of(self, job: Job) -> Rank | None:
         """The rank under which a job is queued; None if it is buffered or not queued."""
         place = self._places.get(job)
@@ -145,6 +150,14 @@ class WaitingQueue:
         for _, job in heapq.merge(*levels, key=itemgetter(0)) if len(levels) != 1 else levels[0]:
             if job is not first:
                 yield job
+
+    def heads(self, count: int) -> list[Job]:
+        """Up to so many jobs of each level in the order of their ranks, without buffered ones."""
+        jobs = []
+        for queue in self.queues.values():
+            first = itertools.islice(queue.ordered(), count)
+            jobs += [job for _, job in first if not queue.is_buffered(job)]
+        return jobs
 
     def limited(self) -> Iterator[tuple[int, str | None]]:
         """Levels and tenants that a limit keeps from starting; None: all of a level."""
