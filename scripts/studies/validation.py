@@ -1,7 +1,8 @@
 """The simulator against vLLM on an emulated device: the same loads in both, in virtual time.
 
 Runs each policy at multiples of the rate that vLLM's own scheduler can serve, and the default one
-with KV swap and with the prefix cache, too; prints the errors of the simulator.
+with KV swap and with the prefix cache, too: that load with shared beginnings, and conversations
+(`urgent_cache.py`) for which the cache is too small. Prints the errors of the simulator.
 
 With --whatif: records loads with an engine that only observes, predicts from its event log what
 other policies would do (`semsched whatif`), runs the same loads under them, and compares.
@@ -20,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import urgent_cache
 from common import main, write_json
 from device_load import capacity
 
@@ -36,10 +38,12 @@ from vllm_semantic_sched.lab.whatif import METRICS, SAME, read_log, replay
 from vllm_semantic_sched.policy.config import load_policy, parse_policy
 from vllm_semantic_sched.policy.config.files import shipped_names
 
-TARGETS = {"mean E2E": 0.03, "p99 TTFT": 0.10, "steps": 0.02}
+TARGETS = {"mean E2E": 0.03, "p99 TTFT": 0.10, "steps": 0.02, "tokens found": 0.02}
 """Largest error of each figure; that of p99 TTFT counts for each level."""
 
 _SWAP_GIB = 40.0
+_CONVERSATIONS = 6  # of level 0
+_CONVERSATION_BLOCKS = 4000
 _PREFIXES = {"prefixes": 12, "prefix_tokens": 768}
 _WHATIF_POLICIES = ("ems", "tiers")
 _WHATIF_LEVELS = 3  # as many as the policy with the fewest
@@ -54,9 +58,14 @@ class Case:
     factor: float
     swap: bool = False
     prefixes: bool = False
+    conversations: bool = False
 
     def __str__(self) -> str:
-        parts = (self.policy, self.swap and "swap", self.prefixes and "prefix cache")
+        parts = (
+            self.policy,
+            self.swap and "swap",
+            (self.prefixes or self.conversations) and "prefix cache",
+        )
         return ", ".join(part for part in parts if part)
 
     def config(self, args: argparse.Namespace) -> EngineConfig:
@@ -64,8 +73,14 @@ class Case:
             engine_config(args),
             policy=self.policy,
             swap_gib=_SWAP_GIB if self.swap else None,
-            prefix_cache=self.prefixes,
+            prefix_cache=self.prefixes or self.conversations,
+            blocks=_CONVERSATION_BLOCKS if self.conversations else None,
         )
+
+    @property
+    def load(self) -> str:
+        """The load in a word."""
+        return "conversations" if self.conversations else f"{self.factor:g}x"
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -78,6 +93,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     if "ems" in args.policy:
         yield Case("ems", max(args.factor), swap=True)
         yield Case("ems", max(args.factor), prefixes=True)
+        yield Case("ems", 1.0, conversations=True)
 
 
 def drawn_load(args: argparse.Namespace, levels: int, prefixes: bool = False) -> list[LoadRequest]:
@@ -93,6 +109,7 @@ def misses(errors_of: Agreement) -> list[str]:
         "mean E2E": [errors_of.e2e[ALL]],
         "p99 TTFT": [error for level, error in errors_of.ttft_p99.items() if level != ALL],
         "steps": [errors_of.steps],
+        "tokens found": [errors_of.found],
     }
     worst = {name: max(map(_size, values)) for name, values in errors.items()}
     return [
@@ -110,11 +127,13 @@ def validate(args: argparse.Namespace) -> dict[Case, Agreement]:
     print(f"capacity: {rate:.2f} requests/s", flush=True)
     agreements = {}
     for case in cases(args):
-        load = drawn_load(args, load_policy(case.policy).levels, case.prefixes)
-        agreements[case] = agreement(faster(load, case.factor * rate), case.config(args))
-        print(
-            f"{case}, {case.factor:g}x: {', '.join(misses(agreements[case])) or 'met'}", flush=True
-        )
+        if case.conversations:
+            load = urgent_cache.load(_CONVERSATIONS, args.seed)
+        else:
+            load = drawn_load(args, load_policy(case.policy).levels, case.prefixes)
+            load = faster(load, case.factor * rate)
+        agreements[case] = agreement(load, case.config(args))
+        print(f"{case}, {case.load}: {', '.join(misses(agreements[case])) or 'met'}", flush=True)
     return agreements
 
 
@@ -131,6 +150,7 @@ def agreement_table(agreements: dict[Case, Agreement]) -> tuple[list[str], list[
         "error",
     ]
     columns += ["worst level's mean E2E", "p99 TTFT by level, s", "error", "answered"]
+    columns += ["tokens found", "error"]
     rows = []
     for case, errors in agreements.items():
         device = errors.device
@@ -140,7 +160,7 @@ def agreement_table(agreements: dict[Case, Agreement]) -> tuple[list[str], list[
         rows.append(
             [
                 str(case),
-                f"{case.factor:g}x",
+                case.load,
                 f"{device.levels[ALL].e2e_mean:.1f}",
                 _percent(errors.e2e[ALL]),
                 str(device.steps),
@@ -151,6 +171,8 @@ def agreement_table(agreements: dict[Case, Agreement]) -> tuple[list[str], list[
                 " / ".join(f"{device.levels[name].ttft_p99:.2f}" for name in levels),
                 " / ".join(_percent(errors.ttft_p99[name]) for name in levels),
                 f"{device.levels[ALL].count}, {simulated.levels[ALL].count}",
+                str(device.found),
+                _percent(errors.found),
             ]
         )
     return columns, rows
@@ -292,7 +314,7 @@ def run(args: argparse.Namespace) -> int:
         columns, rows = agreement_table(agreements)
         figures = [asdict(case) | asdict(errors) for case, errors in agreements.items()]
         for case, errors in agreements.items():
-            missed += [f"{case}, {case.factor:g}x: {miss}" for miss in misses(errors)]
+            missed += [f"{case}, {case.load}: {miss}" for miss in misses(errors)]
     title = "emulated device: real vLLM, step times from a profile"
     print_table(f"{title}; errors of the simulator", columns, rows)
     lines = list(summary(predictions)) if args.whatif else missed

@@ -29,7 +29,12 @@ PARTS = [
     "holds",
     "prefill_limits",
 ]
-ABOUT_WAITING = {"is_ready", "needed_blocks", "obstacles"}  # the other questions: a running job
+ABOUT_WAITING = {
+    "is_ready",
+    "needed_blocks",
+    "cached_tokens",
+    "obstacles",
+}  # the other questions: a running job
 
 
 def make_world(policy: dict, **engine):

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import replace
 
 import pytest
 from validation import ALL, Agreement, add_arguments, misses, run
@@ -21,6 +22,9 @@ def test_each_target_that_is_missed_is_named() -> None:
     assert misses(Agreement(device, figures(1.09, 2.05, 985))) == []
     assert misses(Agreement(device, figures(0.8))) == ["p99 TTFT 20.0 %"]
     assert len(misses(Agreement(device, figures(1.0, 2.2, 900)))) == 2
+    assert misses(Agreement(replace(device, found=100), replace(device, found=97))) == [
+        "tokens found 3.0 %"
+    ]
     unanswered = Figures({ALL: device.levels[ALL]}, 1000, 10.0, 500)
     assert misses(Agreement(device, unanswered)) == ["p99 TTFT inf %"]
 

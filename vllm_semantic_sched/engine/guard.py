@@ -49,6 +49,7 @@ TASKS: Mapping[str, str] = {
     "overdue": "ending what waited too long",
     "reservations": "keeping reservations",
     "idle_check": "looking for decisions",
+    "cached_work": "ranking by uncached work",
     "room": "making room for urgent requests",
     "holds": "holding less urgent requests",
     "prefill_limits": "limiting prefills",

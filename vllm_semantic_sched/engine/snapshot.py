@@ -163,6 +163,9 @@ class VllmSnapshot:
     def needed_blocks(self, job: Job) -> int:
         return vllm_api.blocks_needed(self._scheduler, self._request(job))
 
+    def cached_tokens(self, job: Job) -> int:
+        return vllm_api.cached_tokens(self._scheduler, self._request(job))
+
     def obstacles(self, job: Job) -> Sequence[Collection[Job]]:
         groups = vllm_api.obstacles(self._scheduler, self._request(job))
         return [self._jobs_of(group) for group in groups]

@@ -31,6 +31,7 @@ from vllm_semantic_sched.policy.order.queues import OrderingRules, ranks_only
 from vllm_semantic_sched.policy.order.running import RunningSet
 from vllm_semantic_sched.policy.order.seating import Seating
 from vllm_semantic_sched.policy.order.tenants import ANONYMOUS
+from vllm_semantic_sched.policy.order.uncached import UncachedWork
 from vllm_semantic_sched.policy.order.waiting import WaitingQueue
 from vllm_semantic_sched.policy.overload.admission import ends_requests
 from vllm_semantic_sched.policy.overload.control import OverloadControl
@@ -100,6 +101,7 @@ class SchedulingCore:
         self.was_first: Job | None = None  # that step kept a seat for it
         # Waiting jobs whose KV is on the device or on its way there: by rank alone, no limits.
         self.with_kv = WaitingQueue(OrderingRules(self.policy_ref, self.estimates, ranks_only))
+        self.uncached = UncachedWork(self.waiting)
         self._sequence = itertools.count()
         self.outdated: list[Job] = []  # may still be ranked by the previous policy
 
@@ -123,6 +125,7 @@ class SchedulingCore:
             self.sessions.clear()
         self.estimates.use_profile(profile)
         self.seating.policy_changed()
+        self.uncached.reset(policy.rank_uncached)
         # Popped from the end, so that running jobs come first.
         self.outdated = [*self.waiting, *self.running]
 
@@ -281,6 +284,8 @@ class SchedulingCore:
             return
         if queue is not self.waiting:
             return
+        if self.policy_ref.policy.rank_uncached:
+            self.uncached.add(job)
         if seconds is None:
             self.seating.wait(job)
         elif self.seating.watches_waiting.table:
@@ -293,6 +298,8 @@ class SchedulingCore:
             self._skip(job, lasting=aside)
         queue.push(job, self.rank(job))
         if not aside:
+            if self.policy_ref.policy.rank_uncached:
+                self.uncached.add(job)
             self.seating.wait(job)
 
     def skip(self, job: Job, queue: WaitingQueue) -> Rank | None:
@@ -346,7 +353,7 @@ class SchedulingCore:
     def start(self, job: Job) -> None:
         """Record that a job got a seat; its `computed` is up to date."""
         self.seating.start(job)
-        job.swapped = 0
+        job.swapped = job.cached = 0
         self.lifecycle.move(job, JobState.RUNNING)
         waits = self.lifecycle.waits
         if waits is not None:
@@ -489,6 +496,12 @@ class SchedulingCore:
         changed = [*running, *waiting]
         self.moved.update(dict.fromkeys((*changed, *outgrown, *promoted)))
         return changed
+
+    def refresh_cached(self, cached_tokens: Callable[[Job], int]) -> None:
+        """Rank some waiting jobs by what the prefix cache holds of them now. `cached_tokens`: of a
+        waiting job."""
+        for job in self.uncached.refresh(cached_tokens):
+            self.waiting.rerank(job, self.rank(job))
 
     def timer_is_due(self, now: float) -> bool:
         """Whether `revise` may do anything in the step that begins now, or in the present one."""

@@ -122,6 +122,9 @@ class Snapshot(Protocol):
     def needed_blocks(self, job: Job) -> int:
         """KV blocks that it needs."""
 
+    def cached_tokens(self, job: Job) -> int:
+        """Tokens of which the prefix cache holds the KV: a beginning of whole blocks."""
+
     def obstacles(self, job: Job) -> Sequence[Collection[Job]]:
         """What it lacks besides a seat and blocks: groups of running jobs, each of which holds all
         of it, an adapter slot or room for an encoder's output. Empty: nothing."""

@@ -52,6 +52,10 @@ def step(core: SchedulingCore, snapshot: Snapshot, now: float, guard: Guard) -> 
     idle = False
     with guard("idle_check"):
         idle = decisions.nothing_to_decide()
+    if not idle and core.policy.rank_uncached:
+        # Who is next depends on what the prefix cache holds now.
+        with guard("cached_work"):
+            core.refresh_cached(snapshot.cached_tokens)
     if not idle:
         # Running requests are preempted for more urgent waiting ones (`policy.preemption`).
         with guard("room"):

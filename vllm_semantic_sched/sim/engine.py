@@ -408,11 +408,11 @@ class Engine(Accounts):
         core.take(job, core.waiting)
         self.waiting[run.request.level] -= 1
         run.blocks = used
-        run.loading, job.computed = job.swapped, job.swapped
-        if cached * self.pool.block_size > job.computed:
-            run.loading, job.computed = 0, cached * self.pool.block_size
-            run.shared = cached
-            self.prefixes.enter(run, job.computed)
+        found = cached * self.pool.block_size
+        run.loading, job.computed = max(0, job.swapped - found), max(job.swapped, found)
+        if cached:
+            self.prefixes.share(run)
+            run.found += found
         self.host.give_back(self.host.needed(job.swapped))
         if self._loads_beside(run.loading):
             run.loading = 0

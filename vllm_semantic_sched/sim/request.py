@@ -6,6 +6,7 @@ from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.order.inversions import InversionCause
 from vllm_semantic_sched.policy.record.spans import Span
+from vllm_semantic_sched.sim.blocks import CachedBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,8 @@ class Run:
     holds: list[Span] = field(default_factory=list)  # in its current seat, if recorded
     spans: list[Span] = field(default_factory=list)  # in a seat, each after its holds, if recorded
     engine: int = 0
-    cached: int = 0  # how many of its blocks the prefix cache has for it
-    shared: int = 0  # how many of these it found there
+    cached: list[CachedBlock] = field(default_factory=list)  # its blocks in the prefix cache
+    found: int = 0  # tokens whose KV it found there, in all its seats
     refused: str = ""  # code of its refusal
     # See `policy.order.inversions`, by true urgency.
     seat_inversion: InversionCause | None = None

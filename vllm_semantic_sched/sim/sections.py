@@ -47,6 +47,20 @@ class Lengths(Section):
         return self
 
 
+class Reuse(Section):
+    """Prompts that begin alike, where the engine has a prefix cache."""
+
+    beginnings: int = Field(0, ge=0)
+    """Shared beginnings of prompts, such as system prompts; each session has one. 0: none."""
+    beginning: Lengths = Lengths(value=512)
+    """Tokens of each, before those of `workload.prompt`."""
+    turns: int = Field(1, ge=1)
+    """Requests of a session. Each prompt continues the last one and its answer by the tokens of
+    `workload.prompt`."""
+    pause: float = Field(20.0, gt=0)
+    """Mean seconds from one turn of a session to the next, exponential."""
+
+
 class WorkloadModel(Section):
     """Arrivals, lengths and levels of the requests."""
 
@@ -67,13 +81,16 @@ class WorkloadModel(Section):
     """`gamma`: coefficient of variation of gaps; 1: Poisson, >1: bursty."""
     path: str | None = None
     """`jsonl`: a file with one object per line: `arrival` (s), `prompt_tokens`, `output_tokens`
-    and, if known, `level`. `azure`: `conv` or `code`."""
+    and, if known, `level` and `hash_ids` (one id for each 512 tokens of the prompt and all before
+    them); or in the form of Mooncake's traces: `timestamp` (ms), `input_length`, `output_length`
+    and `hash_ids`. `azure`: `conv` or `code`."""
     speed: float = Field(1.0, gt=0)
     """Factor on the load: all arrivals come this many times as fast."""
     prompt: Lengths = Lengths(value=128)
     output: Lengths = Lengths(value=128)
     mix: tuple[float, ...] = ()
     """Weights of levels, most urgent first, unless a trace has them; unset: equal."""
+    reuse: Reuse = Reuse()
     tenants: tuple[float, ...] = ()
     """Weights of the tenants; unset: requests have no tenant."""
     hints: bool = False
@@ -90,6 +107,8 @@ class WorkloadModel(Section):
             raise ValueError(
                 f"workload.path: {self.path!r} is not an Azure trace; valid: conv, code"
             )
+        if self.arrivals in ("jsonl", "azure") and (self.reuse.beginnings or self.reuse.turns > 1):
+            raise ValueError(f"workload.reuse: {self.arrivals} has its own prompts; valid: unset")
         counted = self.requests or (self.arrivals == "bursts" and self.bursts)
         if self.arrivals in ("bursts", "poisson", "gamma") and not counted:
             raise ValueError("workload.requests: give the number of requests")
@@ -161,8 +180,8 @@ class EngineModel(Section):
     kv_blocks: int | None = Field(None, ge=1)
     """KV blocks; unset: unlimited."""
     prefix_caching: bool = False
-    """Requests with the same beginning share KV blocks, where their trace has the hashes of the
-    blocks (`semsched whatif`)."""
+    """Requests with the same beginning share KV blocks: by `workload.reuse`, or where a trace has
+    the hashes of the blocks."""
     swap: bool = False
     """Save victims' KV to the host if the policy's `retention` plans it."""
     host_blocks: int | None = Field(None, ge=0)

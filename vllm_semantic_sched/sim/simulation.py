@@ -59,7 +59,12 @@ def simulate(
         return np.random.default_rng([settings.seed + repeat, stream])
 
     if given is None:
-        workload = draw_workload(settings.workload, levels, random(_WORKLOAD_STREAM))
+        workload = draw_workload(
+            settings.workload,
+            levels,
+            random(_WORKLOAD_STREAM),
+            settings.engine.block_size,
+        )
         predictions = draw_predictions(model, workload, levels, random(_PREDICTOR_STREAM))
     else:
         workload, predictions = given

@@ -93,5 +93,10 @@ class EngineSnapshot:
         """KV blocks that a waiting job takes, less those that others hold of it."""
         return self.engine.needed_blocks(job)
 
+    def cached_tokens(self, job: Job) -> int:
+        return (
+            self.engine.prefixes.cached_blocks(self.engine.runs[job]) * self.engine.pool.block_size
+        )
+
     def obstacles(self, job: Job) -> Sequence[Collection[Job]]:
         return ()

@@ -16,6 +16,14 @@ from vllm_semantic_sched.sim.request import SimRequest
 from vllm_semantic_sched.sim.sections import Lengths, WorkloadModel
 
 _EPOCH = datetime(2023, 1, 1)
+_HASHED_TOKENS = 512  # of one of a trace's `hash_ids`
+
+
+class Segment(NamedTuple):
+    """A part of a request's tokens. Requests with the same `id` have the same ones up to there."""
+
+    id: int
+    end: int  # tokens from the beginning of the request
 
 
 class WorkloadError(ValueError):
@@ -33,6 +41,8 @@ class Workload:
     outputs: np.ndarray
     tenants: np.ndarray | None = None  # number of each request's tenant
     recorded: Sequence[SimRequest] = ()  # the requests themselves, if more of them is known
+    segments: Sequence[tuple[Segment, ...]] = ()  # of each request, if some begin alike
+    block_size: int = 16  # tokens of a KV block, in which requests share their segments
 
     def __len__(self) -> int:
         return len(self.arrivals)
@@ -49,11 +59,24 @@ class Workload:
             prompt_tokens=int(self.prompts[index]),
             output_tokens=int(self.outputs[index]),
             tenant=tenant,
+            blocks=tuple(self._blocks(self.segments[index])) if self.segments else (),
         )
 
+    def _blocks(self, segments: Sequence[Segment]) -> Iterator[int]:
+        """See `SimRequest.blocks`."""
+        begin = 0  # blocks
+        for segment in segments:
+            end = segment.end // self.block_size
+            for place in range(begin, end):
+                yield hash((segment.id, place))
+            begin = end
 
-def draw_workload(model: WorkloadModel, levels: int, rng: np.random.Generator) -> Workload:
+
+def draw_workload(
+    model: WorkloadModel, levels: int, rng: np.random.Generator, block_size: int = 16
+) -> Workload:
     """Draw the requests of a run, or read them from a trace. WorkloadError if it cannot be read."""
+    segments: list[tuple[Segment, ...]] = []
     if model.arrivals in ("jsonl", "azure"):
         rows = _read_trace(model, levels)
         true_levels = draw_levels(model.mix, levels, len(rows), rng)
@@ -64,6 +87,10 @@ def draw_workload(model: WorkloadModel, levels: int, rng: np.random.Generator) -
         arrivals = times - times[0]
         prompts = np.array([row.prompt_tokens for row in rows])
         outputs = np.array([row.output_tokens for row in rows])
+        if any(row.segments for row in rows):
+            segments = [row.segments for row in rows]
+    elif model.reuse.beginnings or model.reuse.turns > 1:
+        arrivals, true_levels, prompts, outputs, segments = _draw_sessions(model, levels, rng)
     else:
         arrivals = _draw_arrivals(model, rng)
         count = len(arrivals)
@@ -80,6 +107,52 @@ def draw_workload(model: WorkloadModel, levels: int, rng: np.random.Generator) -
         prompts=prompts.astype(np.int32),
         outputs=outputs.astype(np.int32),
         tenants=tenants,
+        segments=segments,
+        block_size=block_size,
+    )
+
+
+def _draw_sessions(
+    model: WorkloadModel, levels: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[tuple[Segment, ...]]]:
+    """Arrivals, levels, prompts, answers and segments of the requests of sessions, see `Reuse`."""
+    reuse = model.reuse
+    turns = reuse.turns
+    first = model.model_copy(
+        update={
+            "rate": model.rate / turns,
+            "requests": None if model.requests is None else -(-model.requests // turns),
+        }
+    )
+    starts = _draw_arrivals(first, rng)
+    sessions = len(starts)
+    pauses = rng.exponential(reuse.pause, (sessions, turns))
+    pauses[:, 0] = starts
+    arrivals = pauses.cumsum(axis=1).ravel()
+    true_levels = np.repeat(draw_levels(model.mix, levels, sessions, rng), turns)
+    added = _draw_lengths(model.prompt, sessions * turns, rng).reshape(sessions, turns)
+    outputs = _draw_lengths(model.output, sessions * turns, rng).reshape(sessions, turns)
+    beginnings = _draw_lengths(reuse.beginning, reuse.beginnings, rng)
+    numbers = np.zeros(sessions, dtype=int)
+    shared = np.zeros(sessions, dtype=int)  # tokens
+    if reuse.beginnings:
+        numbers = rng.integers(0, reuse.beginnings, sessions)
+        shared = beginnings[numbers]
+    answered = outputs.cumsum(axis=1) - outputs  # in the turns before
+    prompts = shared[:, np.newaxis] + added.cumsum(axis=1) + answered
+    totals = (prompts + outputs).ravel()
+    order = np.argsort(arrivals, kind="stable")[: model.requests]
+    segments: list[tuple[Segment, ...]] = []
+    for place in order.tolist():
+        session = place // turns
+        beginning = Segment(sessions + int(numbers[session]), int(shared[session]))
+        segments.append((beginning, Segment(session, int(totals[place]))))
+    return (
+        arrivals[order],
+        true_levels[order],
+        prompts.ravel()[order],
+        outputs.ravel()[order],
+        segments,
     )
 
 
@@ -138,6 +211,7 @@ class _TraceRow(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     level: int | None
+    segments: tuple[Segment, ...] = ()  # of its prompt
 
 
 def _read_trace(model: WorkloadModel, levels: int) -> list[_TraceRow]:
@@ -173,11 +247,18 @@ def _json_rows(path: Path, levels: int) -> Iterator[_TraceRow]:
             try:
                 record = json.loads(line)
                 level = record.get("level")
+                if "input_length" in record:  # Mooncake's
+                    arrival = float(record["timestamp"]) / 1000
+                    prompt, output = record["input_length"], record["output_length"]
+                else:
+                    arrival = float(record["arrival"])
+                    prompt, output = record["prompt_tokens"], record["output_tokens"]
                 row = _TraceRow(
-                    arrival=float(record["arrival"]),
-                    prompt_tokens=int(record["prompt_tokens"]),
-                    output_tokens=int(record["output_tokens"]),
+                    arrival=arrival,
+                    prompt_tokens=int(prompt),
+                    output_tokens=int(output),
                     level=None if level is None else int(level),
+                    segments=tuple(_hashed(record.get("hash_ids", ()), int(prompt))),
                 )
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise WorkloadError(
@@ -189,6 +270,12 @@ def _json_rows(path: Path, levels: int) -> Iterator[_TraceRow]:
             if min(row.prompt_tokens, row.output_tokens) < 1:
                 raise WorkloadError(f"{where}: lengths must be at least 1")
             yield row
+
+
+def _hashed(ids: Sequence[int], prompt_tokens: int) -> Iterator[Segment]:
+    """The segments of a prompt with such `hash_ids`."""
+    for number, segment_id in enumerate(ids, 1):
+        yield Segment(int(segment_id), min(number * _HASHED_TOKENS, prompt_tokens))
 
 
 def _azure_rows(path: Path) -> Iterator[_TraceRow]:

@@ -44,7 +44,23 @@ def test_short_of_blocks_the_tail_is_preempted_as_in_vllm() -> None:
     assert max(worst(found).values()) < 0.1
 
 
-def test_shared_prefixes_are_found_as_by_vllm() -> None:
-    load = draw_load(replace(LOAD, requests=40, prefixes=3))
-    found = agreement(load, replace(SMALL, policy="fcfs", prefix_cache=True))
-    assert max(worst(found).values()) < 0.05
+@pytest.mark.parametrize(("policy", "blocks"), [("fcfs", 2000), ("ems", 300)])
+def test_shared_prefixes_are_found_as_by_vllm(policy, blocks) -> None:
+    """With room for all prefixes, and where they displace each other."""
+    load = draw_load(replace(LOAD, prefixes=3))
+    found = agreement(load, replace(SMALL, policy=policy, prefix_cache=True, blocks=blocks))
+    assert found.device.found > 0.4 * sum(len(request.prompt) for request in load)
+    assert abs(found.found) < 0.02
+    assert max(worst(found).values()) < 0.02
+
+
+def test_rank_by_uncached_work_is_that_of_the_simulator() -> None:
+    """The engine asks vLLM's prefix cache, the simulator its own; both then serve in one order."""
+    load = draw_load(replace(LOAD, prefixes=8, prefix_tokens=1024))
+    policy = {"base": "sjf", "rank_uncached": True}
+    config = replace(SMALL, policy=policy, prefix_cache=True, blocks=700)
+    ranked = agreement(load, config)
+    assert abs(ranked.found) < 0.02
+    assert max(worst(ranked).values()) < 0.02
+    by_length = agreement(load, replace(config, policy={"base": "sjf"}))
+    assert ranked.device.found > by_length.device.found

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     SupportsHMA,
 )
-from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -57,13 +57,7 @@ def blocks_needed(scheduler: Scheduler, request: Request) -> int:
     included, less those in use that the prefix cache already holds for it."""
     manager = scheduler.kv_cache_manager
     tokens = min(request.num_tokens, scheduler.max_model_len)
-    # vLLM reports the lookup to subscribers of KV events if the request asks for that.
-    reported = manager.enable_kv_cache_events and request.kv_cache_report_mode == "full"
-    if reported:
-        cached = manager.empty_kv_cache_blocks
-        hits = 0
-    else:
-        cached, hits, _ = manager.get_computed_blocks(request)
+    cached, hits = _prefix_hit(manager, request)
     return manager.coordinator.get_num_blocks_to_allocate(
         request_id=request.request_id,
         num_tokens=tokens,
@@ -75,6 +69,30 @@ def blocks_needed(scheduler: Scheduler, request: Request) -> int:
         apply_admission_cap=True,
         prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
     )
+
+
+def cached_tokens(scheduler: Scheduler, request: Request) -> int:
+    """Tokens of a waiting request that the prefix cache holds, from its beginning. O(log blocks)
+    where all layers share one block table: who holds a block holds those before it, too, and gives
+    them up later."""
+    manager = scheduler.kv_cache_manager
+    if not manager.enable_caching or request.skip_reading_prefix_cache:
+        return 0
+    size = scheduler.block_size
+    if not has_one_block_table(scheduler) or scheduler.hash_block_size != size:
+        return _prefix_hit(manager, request)[1]
+    hashes, find = request.block_hashes, manager.block_pool.get_cached_block
+    places = range(min(len(hashes), (request.num_tokens - 1) // size))
+    return size * bisect.bisect_left(places, True, key=lambda place: not find(hashes[place], [0]))
+
+
+def _prefix_hit(manager: KVCacheManager, request: Request) -> tuple[KVCacheBlocks, int]:
+    """The blocks that the prefix cache holds of a waiting request, and their tokens."""
+    # vLLM reports the lookup to subscribers of KV events if the request asks for that.
+    if manager.enable_kv_cache_events and request.kv_cache_report_mode == "full":
+        return manager.empty_kv_cache_blocks, 0
+    blocks, tokens, _ = manager.get_computed_blocks(request)
+    return blocks, tokens
 
 
 def blocks_held(scheduler: Scheduler, request: Request) -> int:

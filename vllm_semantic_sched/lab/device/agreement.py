@@ -1,8 +1,9 @@
 """The same load on the emulated device and in the simulator, and how far their figures differ."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
@@ -37,12 +38,14 @@ class Latencies:
 @dataclass(frozen=True)
 class Figures:
     """One run. `levels`: by level (`"0"`, ...) and over all, without levels that got no answer;
-    `busy`: seconds in which the device computed; `tokens`: of all answers."""
+    `busy`: seconds in which the device computed; `tokens`: of all answers; `found`: whose KV the
+    prefix cache had when their requests got a seat."""
 
     levels: dict[str, Latencies]
     steps: int
     busy: float
     tokens: int
+    found: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -77,6 +80,13 @@ class Agreement:
         """Error in output tokens per busy second."""
         return self.simulated.tokens_per_second / self.device.tokens_per_second - 1.0
 
+    @property
+    def found(self) -> float:
+        """Error in the tokens found in the prefix cache; 0 if neither found any."""
+        if not self.device.found:
+            return float("inf") if self.simulated.found else 0.0
+        return self.simulated.found / self.device.found - 1.0
+
     def _errors(self, metric: Callable[[Latencies], float]) -> dict[str, float]:
         errors = {}
         for name, level in self.device.levels.items():
@@ -89,11 +99,25 @@ def agreement(load: Sequence[LoadRequest], config: EngineConfig) -> Agreement:
     """Run a load, whose clients state levels, on the device, then in the simulator. The scheduler
     is ours."""
     with VirtualEngine(config) as engine:
+        found = _note_found(engine)
         engine.send(load)
         engine.run()
-        device = device_figures_of(engine)
+        device = replace(device_figures_of(engine), found=sum(found))
         scenario = scenario_of(engine)
     return Agreement(device, _simulated(simulate_load(load, scenario, config.max_model_len)))
+
+
+def _note_found(engine: VirtualEngine) -> list[int]:
+    """Tokens found in the prefix cache, one number for each seat from now on."""
+    manager = engine.scheduler.kv_cache_manager
+    record, found = manager.record_prefix_cache_stats, list[int]()
+
+    def note(request: Any, tokens: int) -> None:
+        found.append(tokens)
+        record(request, tokens)
+
+    manager.record_prefix_cache_stats = note
+    return found
 
 
 def device_figures_of(engine: VirtualEngine) -> Figures:
@@ -185,7 +209,8 @@ def _simulated(simulation: Simulation) -> Figures:
             begin = run.request.arrival
             times.append((run.request.level, run.first_token - begin, run.finish - begin))
     tokens = sum(run.request.output_tokens for run in simulation.runs if not run.refused)
-    return Figures(_levels(times), simulation.steps, simulation.busy, tokens)
+    found = sum(run.found for run in simulation.runs)
+    return Figures(_levels(times), simulation.steps, simulation.busy, tokens, found)
 
 
 def _levels(answered: Iterable[tuple[int, float, float]]) -> dict[str, Latencies]:

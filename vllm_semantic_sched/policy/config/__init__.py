@@ -45,6 +45,10 @@ class Policy(Section):
     correct_profile: bool = True
     """Scale the profile's times to match measured steps; each kind (prefill, decode, load) by at
     most 100."""
+    rank_uncached: bool = False
+    """The remaining time by which waiting requests are ordered leaves out the prefill that the
+    prefix cache saves, as far as that is known: a bounded number of requests is looked up in each
+    step. For `base: semantic` and `sjf`."""
     hints: estimates.Hints = estimates.Hints()
     preemption: eviction.Preemption = eviction.Preemption()
     retention: eviction.Retention = eviction.Retention()
@@ -83,6 +87,11 @@ class Policy(Section):
         if factor is not None and self.base != "semantic":
             raise ValueError(
                 f"weighted_levels.factor: {factor:g} needs base: semantic; valid: unset"
+            )
+        if self.rank_uncached and not self.uses_length:
+            raise ValueError(
+                f"rank_uncached: true has no effect with base: {self.base}; valid: base: semantic "
+                "or sjf"
             )
         return self
 

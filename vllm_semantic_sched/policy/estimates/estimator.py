@@ -121,6 +121,8 @@ def remaining_seconds(job: Job, expected_output: float, profile: EngineProfile) 
     `expected_output` tokens (more than `job.generated`)."""
     tokens = job.tokens
     in_place = job.computed + job.swapped
+    if job.cached > in_place:
+        in_place = job.cached
     # The newest token of a decoding job has no KV yet; decoding it is not a prefill.
     prefill = profile.prefill(in_place, tokens) if tokens - in_place > 1 else 0.0
     decode = profile.decode(tokens, expected_output - job.generated)

@@ -257,6 +257,7 @@ class Job:
     wait: Wait | None = None  # why it waits, if that is logged; None with a seat
     computed: int = 0  # tokens whose KV is, or is expected to be, on the device
     swapped: int = 0  # tokens whose KV is on the host
+    cached: int = 0  # while it waits: tokens that the prefix cache held for it when last asked
     generated: int = 0  # output tokens so far
 
     # Credit

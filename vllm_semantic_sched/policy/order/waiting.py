@@ -1,6 +1,7 @@
 """The waiting queue, which chooses among the queues of the levels."""
 
 import heapq
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from operator import itemgetter
@@ -150,6 +151,14 @@ class WaitingQueue:
         for _, job in heapq.merge(*levels, key=itemgetter(0)) if len(levels) != 1 else levels[0]:
             if job is not first:
                 yield job
+
+    def heads(self, count: int) -> list[Job]:
+        """Up to so many jobs of each level in the order of their ranks, without buffered ones."""
+        jobs = []
+        for queue in self.queues.values():
+            first = itertools.islice(queue.ordered(), count)
+            jobs += [job for _, job in first if not queue.is_buffered(job)]
+        return jobs
 
     def limited(self) -> Iterator[tuple[int, str | None]]:
         """Levels and tenants that a limit keeps from starting; None: all of a level."""
