@@ -38,12 +38,21 @@ _SCENARIOS = (
     "tiers",
 )
 
+# The field that a table's columns vary, and its printed numbers.
+_TABLES = {
+    "paper-table1": ("predictor.latency", "table_1"),
+    "paper-table2": ("predictor.max_batch", "table_2"),
+}
+
 Results = dict[str, list[Cell]]
 
 
-def run_scenarios(workers: int, progress: Progress | None = None) -> Results:
-    """Simulate every scenario of the paper in `workers` processes; returns their cells by name."""
-    tasks = {name: tasks_of(load_scenarios(name)) for name in _SCENARIOS}
+def run_scenarios(
+    workers: int, progress: Progress | None = None, names: Sequence[str] = _SCENARIOS
+) -> Results:
+    """Simulate scenarios of the paper, by default all, in `workers` processes; returns their cells
+    by name."""
+    tasks = {name: tasks_of(load_scenarios(name)) for name in names}
     flat = [task for group in tasks.values() for task in group]
     bar = (progress or Progress()).bar("simulating", len(flat))
     outcomes = []
@@ -61,13 +70,8 @@ def run_scenarios(workers: int, progress: Progress | None = None) -> Results:
 
 def report(results: Results) -> Iterator[str]:
     """Yield lines of Markdown: a heading and a table for each figure and table of the paper."""
-    for name, axis, numbers in (
-        ("paper-table1-script", "predictor.latency", PRINTED["table_1"]),
-        ("paper-table1", "predictor.latency", PRINTED["table_1"]),
-        ("paper-table2-script", "predictor.max_batch", PRINTED["table_2"]),
-        ("paper-table2", "predictor.max_batch", PRINTED["table_2"]),
-    ):
-        yield from _big_table(name, results[name], axis, numbers)
+    for name in ("paper-table1-script", "paper-table1", "paper-table2-script", "paper-table2"):
+        yield from big_table(name, results[name])
     yield from _error_rates("paper-fig2a", results["paper-fig2a"], PRINTED["figure_2a"])
     yield from _error_rates("paper-fig2b", results["paper-fig2b"], PRINTED["figure_2b"])
     yield from _spikes(results)
@@ -88,9 +92,10 @@ def _beside(ours: float, theirs: float | None) -> str:
     return f"{ours:.2f} / {printed}"
 
 
-def _big_table(
-    name: str, cells: Sequence[Cell], axis: str, numbers: Sequence[Sequence[float]]
-) -> Iterator[str]:
+def big_table(name: str, cells: Sequence[Cell]) -> Iterator[str]:
+    """Lines of one of the paper's two tables, by the name of its scenario."""
+    axis, table = _TABLES[name.removesuffix("-script")]
+    numbers: Sequence[Sequence[float]] = PRINTED[table]
     by_mode = {
         mode: [cell for cell in cells if cell.point["predictor.mode"] == mode] for mode in _MODES
     }

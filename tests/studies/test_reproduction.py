@@ -1,18 +1,21 @@
 """The shape of the paper's figures and tables, and the report that compares them with the printed
 numbers."""
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import reproduction
-from reproduction import PRINTED, report, run_scenarios
+from reproduction import PRINTED, big_table, report, run_scenarios
 
 from vllm_semantic_sched.sim.predictor import mistaken
 from vllm_semantic_sched.sim.runner import Task, run_task
 from vllm_semantic_sched.sim.scenario import load_scenarios
 
 METRIC = "waiting_per_token"
+PAGE = Path(__file__).parents[2] / "docs" / "measurements" / "reproduction.md"
 
 
 def _levels(name: str, scheduler: str = "semantic", **changes: Any) -> list[dict[str, float]]:
@@ -77,3 +80,22 @@ def test_report_has_every_figure_and_table(monkeypatch) -> None:
     for figure in ("2a", "2b", "2c", "2d", "3", "4", "5"):
         assert f"`paper-fig{figure}`" in text
     assert "| + SLO |" in text and "/ 4.57 |" in text and "nan" not in text
+
+
+def rows_of(lines: Iterable[str]) -> set[str]:
+    """The rows of Markdown tables."""
+    return {line for line in lines if line.startswith("|")}
+
+
+@pytest.mark.parametrize("name", ["paper-table1-script", "paper-table2"])
+def test_page_has_the_rows_of_a_run(name) -> None:
+    """Cheap ones of the scenarios."""
+    rows = rows_of(big_table(name, run_scenarios(workers=1, names=[name])[name]))
+    assert len(rows) == 8
+    assert rows <= rows_of(PAGE.read_text("utf-8").splitlines())
+
+
+@pytest.mark.study
+def test_page_has_all_rows_of_a_run() -> None:
+    rows = rows_of(report(run_scenarios(workers=2)))
+    assert rows <= rows_of(PAGE.read_text("utf-8").splitlines())
