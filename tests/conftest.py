@@ -86,10 +86,10 @@ def unhooked(monkeypatch) -> None:
 
 @pytest.fixture(scope="session")
 def nursery():
-    """Forks programs that import vLLM from a process that has done so."""
+    """Forks programs that import vLLM from a process that has done so, one for all workers."""
     from nursery import Nursery
 
-    nursery = Nursery()
+    nursery = Nursery(name=os.environ.get("PYTEST_XDIST_TESTRUNUID"))
     yield nursery
     nursery.close()
 

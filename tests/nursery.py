@@ -1,8 +1,9 @@
 """Starts `vllm serve`, and other programs that import vLLM, without the imports: one process has
 made them, and forks.
 
-The process is this file as a program. It reads orders from its standard input, a line of JSON each,
-and answers each with the id of the process that runs the program.
+The process is this file as a program. It reads orders from a socket, a line of JSON each, and
+answers each with the id of the process that runs the program. Several test processes can share it;
+it ends with the last of them.
 """
 
 import gc
@@ -10,11 +11,14 @@ import json
 import multiprocessing
 import os
 import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -43,6 +47,8 @@ _STARTERS = (
     "vllm.v1.executor.multiproc_executor",
 )
 _FRONTS = "vllm.v1.utils"
+
+_START_SECONDS = 60.0  # until the process has its name; its imports come later
 
 
 class Child:
@@ -82,14 +88,17 @@ class Nursery:
 
     Args:
         modules: what to import beforehand.
+        name: of the process, which all that give the same name share; by default it is one's own.
     """
 
     STDOUT = subprocess.STDOUT
     TimeoutExpired = subprocess.TimeoutExpired
 
-    def __init__(self, modules: tuple[str, ...] = IMPORTED) -> None:
+    def __init__(self, modules: tuple[str, ...] = IMPORTED, name: str | None = None) -> None:
         self._modules = modules
-        self._process: subprocess.Popen[str] | None = None
+        self._name = f"nursery of {name or uuid.uuid4()}"
+        self._process: subprocess.Popen[bytes] | None = None  # if it was started here
+        self._socket: socket.socket | None = None
         self._folder = tempfile.TemporaryDirectory()
         self._started = 0
 
@@ -105,24 +114,14 @@ class Nursery:
         session of its own; both outputs go to the file `stdout`."""
         command = [str(word) for word in command]
         assert command[0] == sys.executable and command[1] != "-c", command
-        if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, *self._modules],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=env,
-                text=True,
-                start_new_session=True,
-            )
+        if self._socket is None:
+            self._socket = self._connect(env)
         self._started += 1
         status = Path(self._folder.name, str(self._started))
         order = {"arguments": command[1:], "log": stdout.name, "environment": env}
         order |= {"status": str(status), "folder": str(cwd or Path.cwd())}
-        pipes = self._process.stdin, self._process.stdout
-        assert pipes[0] is not None and pipes[1] is not None
-        pipes[0].write(json.dumps(order) + "\n")
-        pipes[0].flush()
-        answer = pipes[1].readline()
+        self._socket.sendall(json.dumps(order).encode() + b"\n")
+        answer = read_line(self._socket)
         assert answer, "the nursery has ended"
         return Child(int(answer), status)
 
@@ -139,32 +138,100 @@ class Nursery:
 
     def close(self) -> None:
         """No more orders; those who serve go on."""
-        if self._process is not None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            self._process.wait(60)
+        if self._socket is not None:
+            self._socket.close()
+
+    def _connect(self, env: dict[str, str]) -> socket.socket:
+        """Start the process unless it is there. If two do so at the same time, one of the processes
+        ends for want of the name."""
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            connection = socket.socket(socket.AF_UNIX)
+            try:
+                connection.connect(address(self._name))
+                return connection
+            except ConnectionRefusedError:
+                connection.close()
+                assert time.monotonic() < deadline, "the nursery does not start"
+            if self._process is None:
+                self._process = subprocess.Popen(
+                    [sys.executable, __file__, self._name, *self._modules],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env=env,
+                    start_new_session=True,
+                )
+            time.sleep(0.02)
+
+
+def address(name: str) -> str:
+    """One that is no file, and is gone with its process."""
+    return f"\0{name}"
+
+
+def read_line(connection: socket.socket) -> bytes:
+    """What was sent, up to a line's end; empty at the end of the connection. Both sides wait for an
+    answer before they send more."""
+    line = b""
+    while not line.endswith(b"\n"):
+        part = connection.recv(2**16)
+        if not part:
+            return b""
+        line += part
+    return line
 
 
 def main() -> None:
     before = dict(os.environ)
-    for name in sys.argv[1:]:
-        import_module(name)
+    name, *modules = sys.argv[1:]
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(address(name))
+    except OSError:  # another one has it
+        return
+    listener.listen()
+    for module in modules:
+        import_module(module)
     # vLLM collects garbage several times at a start: never again what is here already.
     gc.collect()
     gc.freeze()
-    while line := sys.stdin.readline():
-        reading, writing = os.pipe()
-        if os.fork() == 0:
-            order = json.loads(line)
-            keep(order["status"], writing)
-            # Only the one that runs the program gets here; it ends as any program does.
-            settle(order, before)
-            sys.exit(run(order["arguments"]))
-        os.close(writing)
-        with os.fdopen(reading) as answer:
-            print(answer.read(), flush=True)
+    testers = [listener.accept()[0]]
+    while testers:
+        for ready in select.select([listener, *testers], [], [])[0]:
+            if ready is listener:
+                testers.append(listener.accept()[0])
+            elif line := read_line(ready):
+                follow(json.loads(line), ready, before, others=[listener, *testers])
+            else:
+                testers.remove(ready)
+                ready.close()
         while reaped():
             pass
+
+
+def follow(
+    order: dict[str, Any],
+    tester: socket.socket,
+    before: dict[str, str],
+    others: list[socket.socket],
+) -> None:
+    """Fork a process that runs what an order says, and answer with its id.
+
+    Args:
+        before: the environment of the imports.
+        others: sockets that the process must not keep.
+    """
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        for other in others:
+            other.close()
+        keep(order["status"], writing)
+        # Only the one that runs the program gets here; it ends as any program does.
+        settle(order, before)
+        sys.exit(run(order["arguments"]))
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        tester.sendall(answer.read().encode() + b"\n")
 
 
 def keep(status: str, writing: int) -> None:

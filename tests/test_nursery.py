@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 from metrics_page import wait_until
 from nursery import SPAWNED_FRONTS, Nursery
@@ -129,6 +130,26 @@ def test_program_that_takes_too_long_is_killed(made_up, tmp_path, monkeypatch) -
     with (tmp_path / "log").open("wb") as log, pytest.raises(subprocess.TimeoutExpired):
         made_up.run(command, 0.1, stdout=log, env=dict(os.environ))
     wait_until(lambda: children[0].poll() == -signal.SIGKILL)
+
+
+def test_nurseries_of_a_name_share_a_process_that_ends_with_the_last(made_up, tmp_path) -> None:
+    command = [sys.executable, "-m", "made_up_server", "serve"]
+    nurseries = [Nursery(("made_up_server",), name=str(tmp_path)) for _ in range(2)]
+    processes = []
+    with (tmp_path / "log").open("wb") as log:
+        for nursery in nurseries:
+            child = nursery.Popen(command, log, dict(os.environ))
+            keeper = psutil.Process(child.pid).parent()
+            processes.append(keeper.parent())
+            child.terminate()
+            child.wait(240)
+    assert processes[0] == processes[1]
+    nurseries[0].close()
+    with (tmp_path / "log").open("wb") as log:
+        nurseries[1].run([*command[:3], "ok"], 240, stdout=log, env=dict(os.environ))
+    assert processes[0].is_running()
+    nurseries[1].close()
+    wait_until(lambda: not processes[0].is_running() or processes[0].status() == "zombie")
 
 
 @pytest.mark.parametrize(
