@@ -3,7 +3,7 @@
 import pytest
 
 # The server's processes are forked: an import of vLLM less for each, which takes as long as the
-# rest of a start. `vllm serve` by itself spawns them, as does `one_command` in test_server.py.
+# rest of a start. `vllm serve` by itself spawns them, as does the one of test_server.py.
 ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
 
 

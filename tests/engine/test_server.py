@@ -27,9 +27,36 @@ OURS = ("--scheduler-cls", "vllm_semantic_sched.SemanticScheduler")
 
 
 @pytest.fixture(scope="module")
-def semantic(serve):
-    """The default policy with the shipped predictor, four seats."""
-    return serve(*OURS, seats=4)
+def semantic(model, tmp_path_factory):
+    """A server by `semsched serve` with the default policy, the shipped predictor, an event log and
+    four seats. The engine is spawned in a process of its own, as vLLM has it by default."""
+    from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer
+
+    class OneCommand(ServerConfig):
+        def command(self, port: int) -> list[str]:
+            options = super().command(port)[4:]  # after `python -m vllm.entrypoints.cli.main serve`
+            return [sys.executable, "-m", "vllm_semantic_sched.cli", "serve", *options]
+
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    policy = log.with_name("policy.yaml")
+    write_policy(policy)
+    options = ("--policy", str(policy), "--host-gib", "0.05", "--sse-keep-alive-interval", "1")
+    with VllmServer(OneCommand(model, log, seats=4, scheduler_args=options)) as server:
+        yield server
+
+
+def policy_of(server):
+    return server.config.log.with_name("policy.yaml")
+
+
+def events_of(server):
+    return server.config.log.with_name("events.jsonl")
+
+
+def write_policy(path, **keys: object) -> None:
+    """The default policy with these keys, and an event log beside it."""
+    events = {"path": str(path.with_name("events.jsonl"))}
+    path.write_text(json.dumps(keys | {"events": events}))
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +138,46 @@ def metric(server, name: str, **labels: str) -> float:
     """A value on /metrics after one more engine step, with which statistics come."""
     complete(server, "one more step", max_tokens=3)
     return page_value(server, name, **labels)
+
+
+TEXTS = ("my father is not breathing", "write a poem about the sea", "my knee has hurt for weeks")
+
+
+def test_observe_top_whatif_and_then_order(semantic, tmp_path, capsys) -> None:
+    """The path of docs/getting-started.md ("Try it without risk"). The first test, as it counts all
+    requests of the log."""
+
+    def ask(number: int) -> None:
+        answer = complete(semantic, TEXTS[number % 3], max_tokens=8 + number % 20)
+        assert answer[0] == 200
+
+    log = events_of(semantic)
+    admin = AdminClient(semantic.url)
+    wait_until(lambda: admin.status()[0]["ready"])
+    write_policy(policy_of(semantic), observe=True)
+    assert main(["policy", "reload", "--server", semantic.url]) == 0
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(ask, range(60)))
+    wait_until(lambda: '"log": "engine"' in log.read_text())
+    wait_until(lambda: log.read_text().count('"state": "completed"') == 60)
+    assert main(["top", "--once", "--server", semantic.url]) == 0
+    assert "observes" in capsys.readouterr().out
+    assert main(["whatif", str(log), "--policy", "ems", "--output", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "engine 0: 60 requests" in out and "ems: level 0 p99 TTFT would be" in out
+    assert "Check: " in out or "too few timed steps" in out  # by the machine's speed
+    assert (tmp_path / "report.html").is_file()
+    ended = [json.loads(line) for line in log.read_text().splitlines()]
+    ended = [line for line in ended if line.get("state") == "completed"]
+    assert len(ended) == 60 and all(line["came"] for line in ended)
+    assert sum("urgency" in line for line in ended) > 40
+    assert not any(line.get("reason") == "urgent" for line in ended)
+    write_policy(policy_of(semantic))
+    assert main(["policy", "reload", "--server", semantic.url]) == 0
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(ask, range(12)))
+    assert main(["top", "--once", "--server", semantic.url]) == 0
+    assert "answers" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -295,47 +362,25 @@ def test_unusable_policy_stops_the_server_with_a_message(model, tmp_path, nurser
         assert word in log.read_text()
 
 
-@pytest.fixture(scope="module")
-def one_command(model, tmp_path_factory):
-    """A server by `semsched serve`, with an event log. Engine and worker are spawned in processes
-    of their own, as vLLM has it by default."""
-    from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer
-
-    class OneCommand(ServerConfig):
-        def command(self, port: int) -> list[str]:
-            options = super().command(port)[4:]  # after `python -m vllm.entrypoints.cli.main serve`
-            return [sys.executable, "-m", "vllm_semantic_sched.cli", "serve", *options]
-
-    folder = tmp_path_factory.mktemp("one")
-    policy, events = folder / "policy.yaml", folder / "events.jsonl"
-    policy.write_text(f"events: {{path: {events}}}\n")
-    options = ("--policy", str(policy), "--host-gib", "0.05", "--sse-keep-alive-interval", "1")
-    log = folder / "server.log"
-    own_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    config = OneCommand(model, log, seats=4, scheduler_args=options, environment=own_process)
-    with VllmServer(config) as server:
-        yield server
-
-
-def test_one_command_serves_with_all_that_the_scheduler_needs(one_command) -> None:
-    hinted = partial(page_value, one_command, "semsched:requests_total", level_from="hint")
+def test_one_command_serves_with_all_that_the_scheduler_needs(semantic) -> None:
+    hinted = partial(page_value, semantic, "semsched:requests_total", level_from="hint")
     before = hinted()
-    status, answer, _ = complete(one_command, vllm_xargs={"urgency": 0})
+    status, answer, _ = complete(semantic, vllm_xargs={"urgency": 0})
     assert status == 200 and answer["usage"]["completion_tokens"] == 8
-    page = one_command.get_text("/metrics")
+    page = semantic.get_text("/metrics")
     assert "semsched:host_pool_usage{" in page and "semsched:host_pool_fragmentation{" in page
     assert hinted() == before + 1
     # The middleware's.
-    assert complete(one_command, path="/v1/semsched/status")[0] != 404
-    log = one_command.config.log.read_text()
+    assert complete(semantic, path="/v1/semsched/status")[0] != 404
+    log = semantic.config.log.read_text()
     assert "0.05 GiB of host memory keep preempted requests' KV" in log
     assert "profile derived from the model's configuration" in log
 
 
-def test_stream_that_waits_shows_signs_of_life(one_command) -> None:
-    admin = AdminClient(one_command.url)
+def test_stream_that_waits_shows_signs_of_life(semantic) -> None:
+    admin = AdminClient(semantic.url)
     admin.post("/pause")
-    connection = http.client.HTTPConnection("127.0.0.1", one_command.port, timeout=120)
+    connection = http.client.HTTPConnection("127.0.0.1", semantic.port, timeout=120)
     body = {"model": "bench", "prompt": "hello", "max_tokens": 2, "stream": True}
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/completions", json.dumps(body), headers)
@@ -348,11 +393,11 @@ def test_stream_that_waits_shows_signs_of_life(one_command) -> None:
 BURST = 40
 
 
-def test_urgent_request_overtakes_a_burst_before_the_scheduler(one_command) -> None:
-    address = one_command.url.removeprefix("http://")
+def test_urgent_request_overtakes_a_burst_before_the_scheduler(semantic) -> None:
+    address = semantic.url.removeprefix("http://")
     host, port = address.split(":")
     # The HTTP server stands until all have been sent, the urgent one last.
-    os.kill(one_command.pid, signal.SIGSTOP)
+    os.kill(semantic.pid, signal.SIGSTOP)
     try:
         connections = [socket.create_connection((host, int(port)), 120) for _ in range(BURST + 1)]
         for connection, level in zip(connections, [4] * BURST + [0], strict=True):
@@ -364,7 +409,7 @@ def test_urgent_request_overtakes_a_burst_before_the_scheduler(one_command) -> N
             )
             connection.sendall(head.encode() + raw)
     finally:
-        os.kill(one_command.pid, signal.SIGCONT)
+        os.kill(semantic.pid, signal.SIGCONT)
     for connection in connections:
         with connection, connection.makefile("rb") as answer:
             assert answer.readline().split()[1] == b"200"
@@ -372,7 +417,7 @@ def test_urgent_request_overtakes_a_burst_before_the_scheduler(one_command) -> N
 
     def arrivals() -> list[int]:
         """Levels of the requests in their order at the scheduler."""
-        lines = map(json.loads, (one_command.config.log.parent / "events.jsonl").open())
+        lines = map(json.loads, events_of(semantic).open())
         starts = [line for line in lines if line.get("from", "") is None]
         return [line["level"] for line in starts if "burst" in line["request"]]
 
@@ -381,16 +426,15 @@ def test_urgent_request_overtakes_a_burst_before_the_scheduler(one_command) -> N
 
 
 @pytest.mark.parametrize("whom", ["server", "engine"])
-def test_sighup_reloads(one_command, whom) -> None:
-    admin, policy = AdminClient(one_command.url), one_command.config.log.parent / "policy.yaml"
+def test_sighup_reloads(semantic, whom) -> None:
+    admin = AdminClient(semantic.url)
     before = admin.status()[0]["policy"]["version"]
-    text = policy.read_text()
-    policy.write_text(text + "default_level: 4\n")
+    write_policy(policy_of(semantic), default_level=4)
     if whom == "server":
-        os.kill(one_command.pid, signal.SIGHUP)
+        os.kill(semantic.pid, signal.SIGHUP)
     else:
-        assert main(["policy", "reload", "--pid", str(one_command.pid)]) == 0
+        assert main(["policy", "reload", "--pid", str(semantic.pid)]) == 0
     wait_until(lambda: admin.status()[0]["policy"]["version"] != before)
     assert admin.status()[0]["policy"]["changed"] == ["default_level"]
-    policy.write_text(text)
+    write_policy(policy_of(semantic))
     admin.post("/policy/reload")
