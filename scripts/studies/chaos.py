@@ -13,7 +13,7 @@ import itertools
 import json
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -183,10 +183,16 @@ class Chaos:
         self.report = Report()
 
     async def run(
-        self, cases: Sequence[Case], visits: Sequence[Visit], at_a_time: int, pace: float = 1.0
+        self,
+        cases: Sequence[Case],
+        visits: Sequence[Visit],
+        at_a_time: int,
+        pace: float = 1.0,
+        until: Collection[str] = (),
     ) -> Report:
         """Run the undisturbed and the disturbed run, with so many concurrent requests in the
-        latter. `pace` multiplies the pauses between disturbances."""
+        latter. `pace` multiplies the pauses between disturbances; the visits are made again until
+        those that `until` names have happened."""
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(
             self._url, connector=connector, headers=self._headers
@@ -205,12 +211,15 @@ class Chaos:
                     (self._watch_holds, 1.0),
                 )
             ]
-            answers = await self._send_all(session, cases, visits, at_a_time)
+            while True:
+                answers = await self._send_all(session, cases, visits, at_a_time)
+                for visit, answer in zip(visits, answers, strict=True):
+                    self._judge(visit, answer, expected[visit.case].text)
+                if all(self.report.disturbances[name] for name in until):
+                    break
             for task in disturbers:
                 task.cancel()
             await asyncio.gather(*disturbers, return_exceptions=True)
-        for visit, answer in zip(visits, answers, strict=True):
-            self._judge(visit, answer, expected[visit.case].text)
         return self.report
 
     async def settle(self, values: Callable[[], dict[str, float]], seconds: float = 30.0) -> None:
@@ -365,9 +374,11 @@ def disturb(
     seed: int = 0,
     pace: float = 1.0,
     api_key: str | None = None,
+    until: Collection[str] = (),
 ) -> Report:
     """Run both runs against a running server, and check what is left on it. `policy` is the
-    server's policy file, with the part that stays; `requests` are those of the disturbed run."""
+    server's policy file, with the part that stays; `requests` are those of the disturbed run, which
+    come again until the disturbances `until` have happened."""
     base = policy.read_text()
     chaos = Chaos(
         server.url,
@@ -382,7 +393,7 @@ def disturb(
     visits = make_visits(requests, cases, seed)
 
     async def both() -> None:
-        await chaos.run(distinct, visits, at_a_time, pace)
+        await chaos.run(distinct, visits, at_a_time, pace, until)
         await chaos.settle(lambda: _left_on(server, api_key))
 
     errors_before = _metric(server, "semsched:policy_errors_total")

@@ -205,9 +205,11 @@ def test_several_answers_to_one_prompt_end_together(server) -> None:
 
 def test_flood_is_fully_answered_and_service_recovers(server) -> None:
     flood = PendingRequests()
-    for number in range(80):
-        path, stream = WAYS[number // 4 % 4]
-        flood.ask(server, path=path, stream=stream, tier=number % 4, max_tokens=60)
+    with full_seats(server):  # however slowly the threads start, the queue gets full
+        for number in range(80):
+            path, stream = WAYS[number // 4 % 4]
+            flood.ask(server, path=path, stream=stream, tier=number % 4, max_tokens=60)
+        wait_until(lambda: any(answer.status == 429 for answer in flood.answers))
     answers = flood.join()
     counted = Counter(answer.status for answer in answers)
     assert sum(counted.values()) == 80 and set(counted) <= {200, 408, 429}
