@@ -21,7 +21,7 @@ def test_fcfs_on_one_seat_is_an_m_d_1_queue() -> None:
         {
             "workload": {
                 "arrivals": "poisson",
-                "requests": 40_000,
+                "requests": 20_000,
                 "rate": 1.0,  # set below
                 "prompt": {"value": 100},
                 "output": {"value": 1},
