@@ -171,6 +171,10 @@ class Runner:
         time.host = self._begun - self.fetched
         self._pending = Pending(list(output.num_scheduled_tokens), sampling, drafts, time)
 
+    def idle_step(self) -> None:
+        """Wait as long as the device decodes one token, which belongs to no request."""
+        self.clock.wait_until(self.clock.now() + self.profile.step(Batch(decodes=1)))
+
     def sample(self, grammar: GrammarOutput | None) -> tuple[list[str], list[list[int]], StepTime]:
         """The requests of the step that was submitted, the tokens of each (or the numbers of its
         vector), and its time."""

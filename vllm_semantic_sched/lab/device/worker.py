@@ -210,6 +210,10 @@ class EmulatedWorker(WorkerBase):
         )
         return LaterOutput(output, time.end, self.runner)
 
+    def execute_dummy_batch(self) -> None:
+        """A step without requests, as engines that share experts make while another has some."""
+        self.runner.idle_step()
+
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         if not self.runner.limits.drafts:
             return None
