@@ -256,3 +256,9 @@ def test_waves_end_with_the_last_request_and_not_before(group, request) -> None:
     assert reasons == {"stop", "left"} | ({"error"} if case == "refused" else set())
     assert all(held) or case == "refused"
     copied = [rank.engine.runner.timeline.copies_end > 0 for rank in group.ranks]
+    assert all(copied) == (case == "copied")
+    assert group.waves == 4  # one of them ends with the pause
+    assert all(rank.dummies for rank in group.ranks)
+    assert mean_ttft(records.values(), [0]) < mean_ttft(records.values(), [1, 2, 3, 4])
+    for rank in group.ranks:
+        look_around(rank.engine)
