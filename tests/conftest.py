@@ -97,7 +97,8 @@ def nursery():
 @pytest.fixture(scope="session")
 def run_offline(nursery, tmp_path_factory):
     """Runs a program with an offline engine, on one thread, beside other tests, and returns what it
-    printed: `run_offline(FILE, ...)` or `run_offline("-m", MODULE, ...)`."""
+    printed: `run_offline(FILE, ...)` or `run_offline("-m", MODULE, ...)`. Environment variables are
+    given by keyword."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -107,11 +108,16 @@ def run_offline(nursery, tmp_path_factory):
         "VLLM_NO_USAGE_STATS": "1",
     }
 
-    def run(*arguments: object) -> str:
+    def run(*arguments: object, **variables: str) -> str:
         log = tmp_path_factory.mktemp("offline") / "log"
         with log.open("wb") as output:
             # Less than pytest's limit for a test, which would not end the program.
-            done = nursery.run([sys.executable, *arguments], 550, stdout=output, env=environment)
+            done = nursery.run(
+                [sys.executable, *arguments],
+                550,
+                stdout=output,
+                env=environment | variables,
+            )
         text = log.read_text(errors="replace")
         assert done.returncode == 0, text[-4000:]
         return text

@@ -33,7 +33,7 @@ def test_urgent_request_of_a_file_overtakes(slim_model, tmp_path, run_offline) -
     command += ["--additional-config", settings, "--max-num-seqs", "1", "--enforce-eager"]
     command += ["--dtype", "float32", "--kv-cache-memory-bytes", str(2**26)]
     command += ["--gpu-memory-utilization", "0.5", "--block-size", "32", "--max-model-len", "256"]
-    run_offline("-m", *map(str, command))
+    run_offline("-m", *map(str, command), VLLM_WORKER_MULTIPROC_METHOD="fork")
     answers = {line["custom_id"]: line for line in map(json.loads, written.open())}
     assert sorted(answers, key=int) == [str(number) for number in range(len(LEVELS))]
     for answer in answers.values():
