@@ -173,7 +173,7 @@ class EndlessRequests(ManyRequests):
     """They are asked again and again until the end of the block."""
 
     def __init__(self, server) -> None:
-        super().__init__(server)
+        super().__init__(server, SHORT_STORY_TOKENS)
         self.ended = threading.Event()
 
     def _ask(self, number: int) -> None:
