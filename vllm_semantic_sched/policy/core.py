@@ -12,6 +12,7 @@ from vllm_semantic_sched.policy.estimates.estimator import Estimator
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import (
     FREE_LENGTH,
+    NO_DEADLINES,
     Draft,
     Job,
     JobState,
@@ -81,6 +82,9 @@ class SchedulingCore:
         # Decodes of this and more urgent levels keep less urgent prefills from a step (paper,
         # Alg. 2). None: none do. Only simulations set it: a busy server would prefill nothing.
         self.gated_level: int | None = None
+        # The term of a rank after the level, for a baseline, in place of predicted seconds of work
+        # left. Only simulations set it.
+        self.rank_by: Callable[[Job], float] | None = None
         self.estimates = Estimator(self.policy_ref, profile)
         self.estimates.buckets = buckets
         self.protection = Protection(self.policy_ref, lambda: self.estimates.scale.certain)
@@ -268,7 +272,7 @@ class SchedulingCore:
         if queue is not self.waiting:
             self._skip(job, lasting=True)
         draft, seconds = job.draft, None
-        if draft is not None:
+        if draft is not None and self.rank_by is None:
             seconds, draft.seconds = draft.seconds, None
         if job.awaits_prediction and job.level_source is _DEFAULT and _is_fresh(job):
             queue.buffer(job)
@@ -329,6 +333,8 @@ class SchedulingCore:
     def predicted(self, job: Job, prediction: Prediction | None) -> None:
         """Apply a prediction, or its failure (None), and move the job to its new rank."""
         self.levels.read(job, prediction)
+        if job.deadlines is not NO_DEADLINES and job in self.waiting:
+            self.seating.start_timers(job)  # when it must start depends on its predicted length
         self._rank_again(job)
 
     # Running
@@ -345,7 +351,7 @@ class SchedulingCore:
                 job.seat.restoring = waits.clock()
         self._store_running(job)
 
-    def rank_running(self, observe: Callable[[Job], None]) -> list[Job]:
+    def rank_running(self, observe: Callable[[Job], object]) -> list[Job]:
         """Rank all running jobs anew, after `observe` has updated each; returns them."""
         running = list(self.running)
         for job in running:
@@ -581,8 +587,13 @@ class SchedulingCore:
         return protected is not None and any(map(self.requests, range(protected + 1)))
 
     def rank(self, job: Job) -> Rank:
-        """A job's place in the order, by its level and predicted seconds as they are now."""
-        seconds = self.estimates.rank_seconds(job)
+        """A waiting job's place in the order, by its level, predicted seconds and deadlines as they
+        are now."""
+        policy = self.policy_ref.policy
+        start_by = self.seating.start_by(job) if policy.deadlines.stated else None
+        if start_by is not None and not job.overdue:
+            return Rank(job.effective_level, start_by, job.sequence)
+        seconds = self.estimates.rank_seconds(job) if self.rank_by is None else self.rank_by(job)
         return rank_of(self.policy_ref.policy.base, job.effective_level, seconds, job.sequence)
 
     def _store_running(self, job: Job) -> None:

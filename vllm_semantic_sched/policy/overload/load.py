@@ -246,13 +246,31 @@ class LoadMonitor:
     def drain_seconds(self, level: int) -> float:
         """Predicted time to clear waiting work at least as urgent, and half of the running work."""
         waiting = sum(held.queued_tokens for held in self.allocations.levels[: level + 1])
-        ahead = waiting + self._predicted_tokens() / 2
+        return self.serve_seconds(waiting + self._predicted_tokens() / 2)
+
+    def serve_seconds(self, work: float) -> float:
+        """Predicted time to serve so many tokens, prompt and output."""
         tokens, busy = self._done.sums
         if busy >= _ENOUGH and tokens > 0:
-            return ahead / (tokens / busy)
-        # By the profile, with all seats decoding.
+            return work / (tokens / busy)
+        return self._seconds_by_profile(work)
+
+    def least_seconds(self, work: float) -> float:
+        """The shorter of the measured and the profile's time to serve so many tokens: until the
+        first requests have ended, a full engine seems slow."""
+        return min(self.serve_seconds(work), self._seconds_by_profile(work))
+
+    def _seconds_by_profile(self, work: float) -> float:
+        """Time to serve so many tokens with all seats decoding."""
         step = self._estimates.profile.batch_terms.sequences(self._seats)
-        return ahead / (self._seats / max(step, 1e-6))
+        return work / (self._seats / max(step, 1e-6))
+
+    @property
+    def step_seconds(self) -> float:
+        """Time of a step with all seats in use: by the profile or as measured lately, the longer
+        one."""
+        by_profile = self._estimates.profile.batch_terms.sequences(self._seats)
+        return max(by_profile, self._step_seconds)
 
     def is_shed(self, level: int) -> bool:
         """Whether new requests of a level are refused."""
