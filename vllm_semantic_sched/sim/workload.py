@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -32,6 +33,7 @@ class Workload:
     prompts: np.ndarray  # tokens
     outputs: np.ndarray
     tenants: np.ndarray | None = None  # number of each request's tenant
+    deadlines: np.ndarray | None = None  # of the answers, seconds from arrival; NaN: none
     recorded: Sequence[SimRequest] = ()  # the requests themselves, if more of them is known
 
     def __len__(self) -> int:
@@ -49,11 +51,17 @@ class Workload:
             prompt_tokens=int(self.prompts[index]),
             output_tokens=int(self.outputs[index]),
             tenant=tenant,
+            deadline=self._deadline(index),
         )
+
+    def _deadline(self, index: int) -> float | None:
+        seconds = math.nan if self.deadlines is None else float(self.deadlines[index])
+        return None if math.isnan(seconds) else seconds
 
 
 def draw_workload(model: WorkloadModel, levels: int, rng: np.random.Generator) -> Workload:
     """Draw the requests of a run, or read them from a trace. WorkloadError if it cannot be read."""
+    stated = None
     if model.arrivals in ("jsonl", "azure"):
         rows = _read_trace(model, levels)
         true_levels = draw_levels(model.mix, levels, len(rows), rng)
@@ -64,6 +72,8 @@ def draw_workload(model: WorkloadModel, levels: int, rng: np.random.Generator) -
         arrivals = times - times[0]
         prompts = np.array([row.prompt_tokens for row in rows])
         outputs = np.array([row.output_tokens for row in rows])
+        if any(row.deadline is not None for row in rows):
+            stated = np.array([row.deadline for row in rows], dtype=float)
     else:
         arrivals = _draw_arrivals(model, rng)
         count = len(arrivals)
@@ -74,12 +84,17 @@ def draw_workload(model: WorkloadModel, levels: int, rng: np.random.Generator) -
     if model.tenants:
         weights = np.array(model.tenants)
         tenants = rng.choice(len(weights), len(arrivals), p=weights / weights.sum())
+    if model.deadlines:
+        shortest, longest = np.array(model.deadlines).T[:, true_levels]
+        drawn = rng.uniform(shortest, longest)
+        stated = drawn if stated is None else np.where(np.isnan(stated), drawn, stated)
     return Workload(
         arrivals=arrivals / model.speed,
         levels=true_levels.astype(np.int8),
         prompts=prompts.astype(np.int32),
         outputs=outputs.astype(np.int32),
         tenants=tenants,
+        deadlines=stated,
     )
 
 
@@ -138,6 +153,7 @@ class _TraceRow(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     level: int | None
+    deadline: float | None = None  # seconds from its arrival
 
 
 def _read_trace(model: WorkloadModel, levels: int) -> list[_TraceRow]:
@@ -172,12 +188,13 @@ def _json_rows(path: Path, levels: int) -> Iterator[_TraceRow]:
             where = f"trace {path}, line {number}"
             try:
                 record = json.loads(line)
-                level = record.get("level")
+                level, deadline = record.get("level"), record.get("deadline")
                 row = _TraceRow(
                     arrival=float(record["arrival"]),
                     prompt_tokens=int(record["prompt_tokens"]),
                     output_tokens=int(record["output_tokens"]),
                     level=None if level is None else int(level),
+                    deadline=None if deadline is None else float(deadline),
                 )
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise WorkloadError(
@@ -188,6 +205,8 @@ def _json_rows(path: Path, levels: int) -> Iterator[_TraceRow]:
                 raise WorkloadError(f"{where}: level {row.level}; valid: 0 to {levels - 1}")
             if min(row.prompt_tokens, row.output_tokens) < 1:
                 raise WorkloadError(f"{where}: lengths must be at least 1")
+            if row.deadline is not None and not 0 < row.deadline < math.inf:
+                raise WorkloadError(f"{where}: deadline {row.deadline:g}; valid: above 0")
             yield row
 
 
