@@ -86,7 +86,8 @@ def test_request_ends_when_its_client_no_longer_waits(build) -> None:
 
 
 def test_deadline_refuses_at_once_or_ends_a_waiting_request(build) -> None:
-    scheduler = build({"deadlines": {"stated": True}}, max_num_seqs=1)
+    policy = {"deadlines": {"stated": True}, "preemption": {"enabled": False}}
+    scheduler = build(policy, max_num_seqs=1)
     now = [100.0]
     scheduler.clock.seconds = lambda: now[0]
     add(scheduler, "running", output_tokens=50)
