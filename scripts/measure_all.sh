@@ -91,6 +91,7 @@ step door scripts/studies/door_cost.py
 step presets semsched simulate --scenario presets --metric ttft_p99 --output "$output/presets"
 step on-device semsched simulate --scenario on-device --metric ttft_p99 --output "$output/on-device"
 step shares-simulated semsched simulate --scenario shares --output "$output/shares-simulated"
+step deadlines semsched simulate --scenario deadlines --metric goodput --workers 2 --output "$output/deadlines"
 step price semsched simulate --scenario price --workers 2 --output "$output/price"
 step frontier scripts/studies/frontier.py --workers 2 --output "$output/frontier"
 step reproduction scripts/studies/reproduction.py --workers 2

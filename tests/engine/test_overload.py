@@ -85,6 +85,23 @@ def test_request_ends_when_its_client_no_longer_waits(build) -> None:
     assert scheduler.counters.total("policy_errors") == 0
 
 
+def test_deadline_refuses_at_once_or_ends_a_waiting_request(build) -> None:
+    policy = {"deadlines": {"stated": True}, "preemption": {"enabled": False}}
+    scheduler = build(policy, max_num_seqs=1)
+    now = [100.0]
+    scheduler.clock.seconds = lambda: now[0]
+    add(scheduler, "running", output_tokens=50)
+    assert step(scheduler) == {}
+    add(scheduler, "impossible", extra={"urgency": 2, "deadline_ms": 1})
+    add(scheduler, "urgent", extra={"urgency": 0, "deadline_ms": 500, "slo_ttft_ms": 100})
+    add(scheduler, "wrong", extra={"deadline_ms": "soon", "slo_ttft_ms": 0})
+    assert step(scheduler) == {"impossible": Code.DEADLINE}
+    now[0] += 0.6
+    assert step(scheduler) == {"urgent": Code.QUEUE_TIMEOUT}
+    assert scheduler.counters.total("invalid_hints") == 1
+    assert scheduler.counters.total("policy_errors") == 0
+
+
 def test_parts_of_one_client_request_have_one_origin(build) -> None:
     scheduler = build({"dedup": "waiting"}, max_num_seqs=1)
     add(scheduler, "running", output_tokens=50)

@@ -77,14 +77,18 @@ def _scenarios(args: argparse.Namespace) -> Sequence[Scenario]:
     if args.metric not in METRICS:
         raise arguments.Failure(f"--metric {args.metric}: unknown; valid: {', '.join(METRICS)}", 2)
     scenarios = load_scenarios(args.scenario, arguments.parse_changes(args.set))
-    if args.metric == "slo_met" and not any(
-        targets(slo)
-        for scenario in scenarios
-        for scheduler in scenario.policies
-        for slo in scenario.slos(scheduler)
-    ):
+    if args.metric == "slo_met" and not any(map(_has_slo, scenarios)):
         raise arguments.Failure("--metric slo_met: neither the scenario nor a policy has an SLO", 2)
     return scenarios
+
+
+def _has_slo(scenario: Scenario) -> bool:
+    """Whether a request may have an SLO, of its level or its own."""
+    workload = scenario.settings.workload
+    if workload.deadlines or workload.arrivals == "jsonl":
+        return True
+    slos = [slo for scheduler in scenario.policies for slo in scenario.slos(scheduler)]
+    return any(map(targets, slos))
 
 
 def _table(cells: Sequence[Cell], title: str, columns: Mapping[str, tuple[str, str]]) -> Table:

@@ -13,6 +13,7 @@ from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
 from vllm_semantic_sched.policy.facts.job import (
     FIRST,
     FREE_LENGTH,
+    NO_DEADLINES,
     Draft,
     Job,
     JobState,
@@ -83,6 +84,9 @@ class SchedulingCore:
         # Decodes of this and more urgent levels keep less urgent prefills from a step (paper,
         # Alg. 2). None: none do. Only simulations set it: a busy server would prefill nothing.
         self.gated_level: int | None = None
+        # The term of a rank after the level, for a baseline, in place of predicted seconds of work
+        # left. Only simulations set it.
+        self.rank_by: Callable[[Job], float] | None = None
         self.estimates = Estimator(self.policy_ref, profile)
         self.estimates.buckets = buckets
         self.protection = Protection(self.policy_ref, lambda: self.estimates.scale.certain)
@@ -273,7 +277,7 @@ class SchedulingCore:
         if queue is not self.waiting:
             self._skip(job, lasting=True)
         draft, seconds = job.draft, None
-        if draft is not None:
+        if draft is not None and self.rank_by is None:
             seconds, draft.seconds = draft.seconds, None
         if job.awaits_prediction and job.level_source is _DEFAULT and _is_fresh(job):
             queue.buffer(job)
@@ -338,6 +342,8 @@ class SchedulingCore:
     def predicted(self, job: Job, prediction: Prediction | None) -> None:
         """Apply a prediction, or its failure (None), and move the job to its new rank."""
         self.levels.read(job, prediction)
+        if job.deadlines is not NO_DEADLINES and job in self.waiting:
+            self.seating.start_timers(job)  # when it must start depends on its predicted length
         self._rank_again(job)
 
     def assign(self, job: Job, level: int, by: str = "", why: str = "") -> None:
@@ -362,7 +368,7 @@ class SchedulingCore:
                 job.seat.restoring = waits.clock()
         self._store_running(job)
 
-    def rank_running(self, observe: Callable[[Job], None]) -> list[Job]:
+    def rank_running(self, observe: Callable[[Job], object]) -> list[Job]:
         """Rank all running jobs anew, after `observe` has updated each; returns them."""
         running = list(self.running)
         for job in running:
@@ -604,11 +610,16 @@ class SchedulingCore:
         return protected is not None and any(map(self.requests, range(protected + 1)))
 
     def rank(self, job: Job) -> Rank:
-        """A waiting job's place in the order, by its level and predicted seconds as they are now.
-        One that an operator has raised is the first of its level, under any base policy."""
+        """A waiting job's place in the order, by its level, predicted seconds and deadlines as they
+        are now. One that an operator has raised is the first of its level, under any base
+        policy."""
         if job.raised:
             return rank_of("semantic", job.effective_level, FIRST, job.sequence)
-        seconds = self.estimates.rank_seconds(job)
+        policy = self.policy_ref.policy
+        start_by = self.seating.start_by(job) if policy.deadlines.stated else None
+        if start_by is not None and not job.overdue:
+            return Rank(job.effective_level, start_by, job.sequence)
+        seconds = self.estimates.rank_seconds(job) if self.rank_by is None else self.rank_by(job)
         return rank_of(self.policy_ref.policy.base, job.effective_level, seconds, job.sequence)
 
     def _store_running(self, job: Job) -> None:

@@ -128,6 +128,21 @@ class Engine(Accounts):
         """The prediction for a submitted request has come back; the next step applies it."""
         self._predictions.append(run)
 
+    def observed(self, job: Job) -> Job:
+        """A job of this engine, with its output tokens up to date."""
+        self.decoding.observe(self.runs[job])
+        return job
+
+    def demote(self, job: Job) -> None:
+        """Move a running job down by a level, for a baseline. It loses its seat if a more urgent
+        one waits, whatever that costs."""
+        self.core.levels.change(job, job.level + 1)
+        self.core.rank_running(self.observed)
+        self._change()
+        first = self.core.waiting.peek()
+        if first is not None and first.level < job.level and not self.in_flight:
+            self._preempt_for_blocks(job, first)
+
     # Steps
 
     def begin_step(self) -> float | None:

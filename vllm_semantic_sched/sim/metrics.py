@@ -2,6 +2,7 @@
 depth over time. Of a finished request two numbers are kept, for the percentiles."""
 
 import itertools
+import math
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -41,13 +42,24 @@ METRICS = {
     "one that arrived later, by true urgency",
     **{name: f"share of these by cause: {cause.value}" for name, cause in _SEAT_ORDER.items()},
     "fairness": "Jain's index over tenants of output tokens per second while they have requests",
-    "slo_met": "share of the requests of levels with an SLO for which every SLO was met",
-    "goodput": "requests for which every SLO was met / time from first to last arrival, per s",
+    "slo_met": "share of the requests with an SLO (of their level) or a deadline (their own) for "
+    "which all were met",
+    "goodput": "requests for which all of these were met / time from first to last arrival, per s",
 }
-"""Columns of the results. Levels without an SLO have neither `slo_met` nor `goodput`."""
+"""Columns of the results. Levels without SLOs and deadlines lack `slo_met` and `goodput`."""
 
 _TIMES = ("arrival", "started", "first_token", "finish")
-_COLUMNS = ("level", "tokens", "recomputes", "swaps", "held", "inverted", "cause", *_TIMES)
+_COLUMNS = (
+    "level",
+    "tokens",
+    "recomputes",
+    "swaps",
+    "held",
+    "inverted",
+    "cause",
+    "deadline",
+    *_TIMES,
+)
 _CAUSES = {cause: place for place, cause in enumerate((None, *InversionCause))}
 _BLOCK = 32_768  # finished requests that are added to the metrics at a time
 _PERCENTILES = {"e2e": {"e2e_p50": 50, "e2e_p99": 99}, "ttft": {"ttft_p99": 99}}
@@ -73,7 +85,8 @@ class Recorder:
         request = run.request
         if run.refused:
             for row in (self._levels[request.level], self._all):
-                row.add_refused(request.arrival, bool(self._targets[request.level]))
+                has_slo = bool(self._targets[request.level]) or request.deadline is not None
+                row.add_refused(request.arrival, has_slo)
             return
         assert run.started is not None and run.first_token is not None and run.finish is not None
         if request.tenant:
@@ -87,6 +100,7 @@ class Recorder:
                 run.held,
                 run.finish_inversion,
                 _CAUSES[run.seat_inversion],
+                math.nan if request.deadline is None else request.deadline,
                 request.arrival,
                 run.started,
                 run.first_token,
@@ -121,13 +135,15 @@ class Recorder:
         # An answer of one token has no time between tokens.
         gaps = np.maximum(1, block["tokens"] - 1)
         block["tpot"] = (block["finish"] - block["first_token"]) / gaps
-        block["with_slo"], block["kept"] = np.zeros((2, len(table)), dtype=bool)
+        block["with_slo"] = ~np.isnan(block["deadline"])
+        block["kept"] = block["e2e"] <= block["deadline"]
         for level, (row, latencies) in enumerate(zip(self._levels, self._targets, strict=True)):
             of_level = block["level"] == level
             if latencies:
                 met = [block[name] <= target for name, target in latencies.items()]
+                met.append(~of_level | ~block["with_slo"] | block["kept"])  # a deadline, if any
                 block["with_slo"] |= of_level
-                block["kept"] |= of_level & np.logical_and.reduce(met)
+                block["kept"] = np.where(of_level, np.logical_and.reduce(met), block["kept"])
             if of_level.any():
                 members = {name: values[of_level] for name, values in block.items()}
                 row.add(members)

@@ -23,6 +23,7 @@ class SimRequest:
     hint: int | None = None  # level that its client states; None: see `workload.hints`
     limit: int | None = None  # its `max_tokens`; None: see `workload.limits`
     shortest: int = 0  # tokens before which its answer cannot end
+    deadline: float | None = None  # seconds from arrival to the end of its answer
     blocks: tuple[int, ...] = ()  # hash of each whole KV block with all before it, if it shares any
 
 

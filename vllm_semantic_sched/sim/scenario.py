@@ -101,9 +101,20 @@ def _cell(data: dict[str, Any], point: dict[str, Any], source: str) -> Scenario:
         raise PolicyError(
             f"{source}: gate.schedulers: {unknown[0]!r} is not one of {', '.join(policies)}"
         )
+    for field, names, base in (
+        ("edf", settings.baselines.edf, "sjf"),
+        ("las", settings.baselines.las, "priority"),
+    ):
+        for name in names:
+            where = f"{source}: baselines.{field}: {name!r}"
+            if name not in policies:
+                raise PolicyError(f"{where} is not one of {', '.join(policies)}")
+            if policies[name].base != base:
+                raise PolicyError(f"{where} needs base: {base}")
     confusion = settings.predictor.confusion
     by_level: list[tuple[str, Sequence[object]]] = [
         ("workload.mix", settings.workload.mix),
+        ("workload.deadlines", settings.workload.deadlines),
         ("slos", settings.slos),
         ("predictor.confusion", confusion),
     ]

@@ -81,9 +81,9 @@ class WorkloadModel(Section):
     """`gamma`: coefficient of variation of gaps; 1: Poisson, >1: bursty."""
     path: str | None = None
     """`jsonl`: a file with one object per line: `arrival` (s), `prompt_tokens`, `output_tokens`
-    and, if known, `level` and `hash_ids` (one id for each 512 tokens of the prompt and all before
-    them); or in the form of Mooncake's traces: `timestamp` (ms), `input_length`, `output_length`
-    and `hash_ids`. `azure`: `conv` or `code`."""
+    and, if known, `level`, `deadline` (s from arrival) and `hash_ids` (one id for each 512 tokens
+    of the prompt and all before them); or in the form of Mooncake's traces: `timestamp` (ms),
+    `input_length`, `output_length` and `hash_ids`. `azure`: `conv` or `code`."""
     speed: float = Field(1.0, gt=0)
     """Factor on the load: all arrivals come this many times as fast."""
     prompt: Lengths = Lengths(value=128)
@@ -93,6 +93,10 @@ class WorkloadModel(Section):
     reuse: Reuse = Reuse()
     tenants: tuple[float, ...] = ()
     """Weights of the tenants; unset: requests have no tenant."""
+    deadlines: tuple[tuple[float, float], ...] = ()
+    """Shortest and longest deadline of an answer, seconds from arrival, per level; drawn evenly.
+    Clients state them (`vllm_xargs: {deadline_ms: N}`). Unset: none, unless a trace has them
+    (`deadline`, s)."""
     hints: bool = False
     """Clients send the true level (`vllm_xargs: {urgency: N}`)."""
     limits: bool = False
@@ -117,6 +121,12 @@ class WorkloadModel(Section):
             if weights and (min(weights) < 0 or sum(weights) <= 0):
                 raise ValueError(
                     f"workload.{name}: {list(weights)} must be weights with a positive sum"
+                )
+        for shortest, longest in self.deadlines:
+            if not 0 < shortest <= longest:
+                raise ValueError(
+                    f"workload.deadlines: [{shortest:g}, {longest:g}] must be two positive numbers "
+                    "of seconds, the shorter first"
                 )
         return self
 
@@ -206,6 +216,17 @@ class Gate(Section):
     """The schedulers that have the gate, of those that order by urgency."""
 
 
+class Baselines(Section):
+    """Orders of other systems, for comparison. Only the simulator has them."""
+
+    edf: tuple[str, ...] = ()
+    """Schedulers of `base: sjf` that run the earliest deadline first."""
+    las: tuple[str, ...] = ()
+    """Schedulers of `base: priority` that run the least attained service first, as a queue with
+    feedback does: a request falls by a level after 64 tokens, the next after four times as many,
+    and so on."""
+
+
 class Settings(Section):
     """A scenario file."""
 
@@ -219,6 +240,7 @@ class Settings(Section):
     predictor: PredictorModel = PredictorModel()
     engine: EngineModel = EngineModel()
     gate: Gate = Gate()
+    baselines: Baselines = Baselines()
     schedulers: dict[str, dict[str, Any]] = Field(min_length=1)
     """Policy keys by name of the scheduler. With `policy: NAME OR PATH` they change that policy."""
     overrides: dict[str, Any] = Field({})

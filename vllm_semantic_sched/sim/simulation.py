@@ -12,8 +12,10 @@ import numpy as np
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import reading_level, reading_order
-from vllm_semantic_sched.policy.facts.job import StatedLength
+from vllm_semantic_sched.policy.facts.job import StatedDeadlines, StatedLength
+from vllm_semantic_sched.policy.overload.deadline import due
 from vllm_semantic_sched.policy.placement import Placed, Placement
+from vllm_semantic_sched.sim.baselines import Feedback
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.events import EventQueue, Order
 from vllm_semantic_sched.sim.metrics import DepthHistory
@@ -25,7 +27,7 @@ from vllm_semantic_sched.sim.predictor import (
 )
 from vllm_semantic_sched.sim.request import Run
 from vllm_semantic_sched.sim.scenario import Scenario
-from vllm_semantic_sched.sim.sections import Routing
+from vllm_semantic_sched.sim.sections import Baselines, Routing
 from vllm_semantic_sched.sim.workload import Workload, draw_workload
 
 Given = tuple[Workload, Predictions]
@@ -82,6 +84,7 @@ def simulate(
         replica = _Replica(policy, simulation, keep_seats)
         if scheduler in settings.gate.schedulers:
             replica.core.gated_level = settings.gate.level
+        replica.set_baseline(settings.baselines, scheduler)
         simulation.replicas.append(replica)
         if watch is not None:
             watch(replica.core)
@@ -193,6 +196,7 @@ class Simulation:
             stated=stated_length,
             session=turn,
         )
+        job.deadlines = StatedDeadlines(answer=request.deadline)
         if settings.predictor.hold:
             replica.core.arrive(job, request.arrival)
         run = Run(request, job, prediction, engine=placed.engine)
@@ -233,7 +237,15 @@ class _Replica:
         self._depth = 2 if settings.engine.asynchronous else 1
         self._ends: deque[float] = deque()  # of these, in seconds
         self._busy = False
+        self._feedback: Feedback | None = None  # see `set_baseline`
         self._arrived: list[Run] = []  # since the last step was decided
+
+    def set_baseline(self, baselines: Baselines, scheduler: str) -> None:
+        """Order requests as another system does, if the scheduler stands for one."""
+        if scheduler in baselines.edf:
+            self.core.rank_by = due
+        if scheduler in baselines.las:
+            self._feedback = Feedback(self.engine)
 
     def submit(self, run: Run) -> None:
         """The engine takes a request in before its next step: not while it waits for one."""
@@ -259,7 +271,8 @@ class _Replica:
                 self._events.at(end, Order.ENGINE, self._end_step)
                 return
             self._finish_step()
-            if self._simulation.before_step is None:  # which is told of every step
+            # Which are told of every step.
+            if self._simulation.before_step is None and self._feedback is None:
                 self._skip_steps()
 
     def _end_step(self) -> None:
@@ -299,6 +312,8 @@ class _Replica:
     def _decided(self) -> float | None:
         """Let the engine decide on a step; its seconds, None if there is nothing to do."""
         taken_in = self._take_in()
+        if self._feedback is not None:
+            self._feedback.step()
         seconds = self.engine.begin_step()
         if seconds is None:
             return None

@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -40,6 +41,7 @@ class Workload:
     prompts: np.ndarray  # tokens
     outputs: np.ndarray
     tenants: np.ndarray | None = None  # number of each request's tenant
+    deadlines: np.ndarray | None = None  # of the answers, seconds from arrival; NaN: none
     recorded: Sequence[SimRequest] = ()  # the requests themselves, if more of them is known
     segments: Sequence[tuple[Segment, ...]] = ()  # of each request, if some begin alike
     block_size: int = 16  # tokens of a KV block, in which requests share their segments
@@ -59,8 +61,13 @@ class Workload:
             prompt_tokens=int(self.prompts[index]),
             output_tokens=int(self.outputs[index]),
             tenant=tenant,
+            deadline=self._deadline(index),
             blocks=tuple(self._blocks(self.segments[index])) if self.segments else (),
         )
+
+    def _deadline(self, index: int) -> float | None:
+        seconds = math.nan if self.deadlines is None else float(self.deadlines[index])
+        return None if math.isnan(seconds) else seconds
 
     def _blocks(self, segments: Sequence[Segment]) -> Iterator[int]:
         """See `SimRequest.blocks`."""
@@ -77,6 +84,7 @@ def draw_workload(
 ) -> Workload:
     """Draw the requests of a run, or read them from a trace. WorkloadError if it cannot be read."""
     segments: list[tuple[Segment, ...]] = []
+    stated = None
     if model.arrivals in ("jsonl", "azure"):
         rows = _read_trace(model, levels)
         true_levels = draw_levels(model.mix, levels, len(rows), rng)
@@ -89,6 +97,8 @@ def draw_workload(
         outputs = np.array([row.output_tokens for row in rows])
         if any(row.segments for row in rows):
             segments = [row.segments for row in rows]
+        if any(row.deadline is not None for row in rows):
+            stated = np.array([row.deadline for row in rows], dtype=float)
     elif model.reuse.beginnings or model.reuse.turns > 1:
         arrivals, true_levels, prompts, outputs, segments = _draw_sessions(model, levels, rng)
     else:
@@ -101,12 +111,17 @@ def draw_workload(
     if model.tenants:
         weights = np.array(model.tenants)
         tenants = rng.choice(len(weights), len(arrivals), p=weights / weights.sum())
+    if model.deadlines:
+        shortest, longest = np.array(model.deadlines).T[:, true_levels]
+        drawn = rng.uniform(shortest, longest)
+        stated = drawn if stated is None else np.where(np.isnan(stated), drawn, stated)
     return Workload(
         arrivals=arrivals / model.speed,
         levels=true_levels.astype(np.int8),
         prompts=prompts.astype(np.int32),
         outputs=outputs.astype(np.int32),
         tenants=tenants,
+        deadlines=stated,
         segments=segments,
         block_size=block_size,
     )
@@ -212,6 +227,7 @@ class _TraceRow(NamedTuple):
     output_tokens: int
     level: int | None
     segments: tuple[Segment, ...] = ()  # of its prompt
+    deadline: float | None = None  # seconds from its arrival
 
 
 def _read_trace(model: WorkloadModel, levels: int) -> list[_TraceRow]:
@@ -246,7 +262,7 @@ def _json_rows(path: Path, levels: int) -> Iterator[_TraceRow]:
             where = f"trace {path}, line {number}"
             try:
                 record = json.loads(line)
-                level = record.get("level")
+                level, deadline = record.get("level"), record.get("deadline")
                 if "input_length" in record:  # Mooncake's
                     arrival = float(record["timestamp"]) / 1000
                     prompt, output = record["input_length"], record["output_length"]
@@ -259,6 +275,7 @@ def _json_rows(path: Path, levels: int) -> Iterator[_TraceRow]:
                     output_tokens=int(output),
                     level=None if level is None else int(level),
                     segments=tuple(_hashed(record.get("hash_ids", ()), int(prompt))),
+                    deadline=None if deadline is None else float(deadline),
                 )
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise WorkloadError(
@@ -269,6 +286,8 @@ def _json_rows(path: Path, levels: int) -> Iterator[_TraceRow]:
                 raise WorkloadError(f"{where}: level {row.level}; valid: 0 to {levels - 1}")
             if min(row.prompt_tokens, row.output_tokens) < 1:
                 raise WorkloadError(f"{where}: lengths must be at least 1")
+            if row.deadline is not None and not 0 < row.deadline < math.inf:
+                raise WorkloadError(f"{where}: deadline {row.deadline:g}; valid: above 0")
             yield row
 
 

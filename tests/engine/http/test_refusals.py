@@ -25,6 +25,7 @@ default_level: 1
 predictor: {enabled: false}
 preemption: {enabled: false}
 dedup: waiting
+deadlines: {stated: true}
 admission: {queue: {requests: 4}}
 tiers:
   - name: premium
@@ -50,8 +51,17 @@ class Answer(NamedTuple):
         return json.loads(self.text)["error"]
 
 
-def ask(server, path=COMPLETIONS, stream=False, tier=1, max_tokens=4, key=None, **body) -> Answer:
-    hints = {"urgency": tier} | ({"dedup_key": key} if key else {})
+def ask(
+    server,
+    path=COMPLETIONS,
+    stream=False,
+    tier=1,
+    max_tokens=4,
+    key=None,
+    xargs=None,
+    **body,
+) -> Answer:
+    hints = {"urgency": tier} | ({"dedup_key": key} if key else {}) | (xargs or {})
     body = {"prompt": "hello"} | body if path == COMPLETIONS else body
     body = body if path == COMPLETIONS else body | {"messages": [{"role": "user", "content": "hi"}]}
     body |= {"model": "bench", "stream": stream, "max_tokens": max_tokens, "ignore_eos": True}
@@ -180,6 +190,22 @@ def test_queue_timeout_returns_408(server) -> None:
             pending.ask(server, path=path, stream=stream, tier=3)
         for answer in pending.join():
             assert_refused(answer, 408, "queue_timeout")
+
+
+def test_deadline_that_cannot_be_kept_returns_429_and_one_that_could(server) -> None:
+    with full_seats(server):
+        for path, stream in WAYS:
+            answer = ask(server, path, stream, max_tokens=60, xargs={"deadline_ms": 1})
+            assert_refused(answer, 429, "deadline")
+            assert answer.error["deadline_ms"] > 1
+
+
+def test_time_that_is_no_number_returns_400_and_names_the_field(server) -> None:
+    for path, stream in WAYS:
+        answer = ask(server, path, stream, xargs={"deadline_ms": "soon"})
+        assert answer.status == 400
+        message = "deadline_ms must be a positive number of milliseconds, got 'soon'"
+        assert message in answer.error["message"]
 
 
 def test_newer_request_supersedes_a_waiting_one(server) -> None:

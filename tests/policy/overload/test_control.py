@@ -13,11 +13,17 @@ from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.estimates.decision import Hint
 from vllm_semantic_sched.policy.facts.capacity import EngineCapacity
-from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource
+from vllm_semantic_sched.policy.facts.job import (
+    NO_DEADLINES,
+    Job,
+    JobState,
+    LevelSource,
+    StatedDeadlines,
+)
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.overload import control
 from vllm_semantic_sched.policy.overload.load import PressureLevel
-from vllm_semantic_sched.policy.overload.refusal import Code
+from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
 from vllm_semantic_sched.policy.profile.formula import load_profile
 
 PROFILE = load_profile("default")
@@ -36,6 +42,7 @@ class World:
         self.control = self.core.overload
         self.seats = seats
         self.jobs: list[Job] = []
+        self.refusals: dict[Job, Refusal] = {}
         self.refused: dict[Job, Code] = {}
         self._ids = itertools.count()
 
@@ -58,6 +65,7 @@ class World:
         origin: str | None = None,
         tenant: str = "",
         patience: float | None = None,
+        deadlines: StatedDeadlines = NO_DEADLINES,
     ) -> Job:
         number = next(self._ids)
         job = self.core.arrive(
@@ -71,7 +79,7 @@ class World:
             ),
             self.now,
         )
-        job.patience = patience
+        job.patience, job.deadlines = patience, deadlines
         self.jobs.append(job)
         self.core.enqueue(job, self.core.waiting)
         seats = partial(getattr, self, "free_seats")
@@ -84,6 +92,7 @@ class World:
             assert not job.state.is_end
             assert refusal.message and refusal.retry_after >= 1
             self.refused[job] = refusal.code
+            self.refusals[job] = refusal
             self.core.finish(job, AnswerEnd.ABORTED, JobState.REFUSED, refusal.code.value)
 
     def start(self, job: Job) -> None:
@@ -544,3 +553,92 @@ def test_provisional_level_alone_refuses_no_request() -> None:
     world.core.predicted(emergency, Prediction((1.0, 0.0, 0.0)))
     world.end(world.control.revised(emergency, world.now, lambda: world.free_seats))
     assert emergency.level == 0 and emergency not in world.refused
+
+
+# Deadlines that requests state
+
+STATED = {"deadlines": {"stated": True}}
+
+
+def full(policy: dict, waiting: int = 0) -> World:
+    """A world without a free seat, with requests that wait at level 1."""
+    world = World(policy, seats=1)
+    world.start(world.arrive(1))
+    for _ in range(waiting):
+        world.arrive(1)
+    return world
+
+
+def test_deadline_that_cannot_be_kept_is_refused_with_the_earliest_that_could() -> None:
+    world = full(STATED, waiting=20)
+    job = world.arrive(2, deadlines=StatedDeadlines(answer=0.5))
+    refusal = world.refusals[job]
+    assert refusal.code is Code.DEADLINE and refusal.code.status == 429
+    assert refusal.deadline_ms > 500
+    assert refusal.body()["error"]["deadline_ms"] == refusal.deadline_ms
+    earliest = refusal.deadline_ms / 1000
+    hasty = world.arrive(2, deadlines=StatedDeadlines(answer=earliest - 0.01))
+    assert abs(world.refusals[hasty].deadline_ms - refusal.deadline_ms) <= 1
+    patient = world.arrive(2, deadlines=StatedDeadlines(answer=earliest))
+    assert patient in counted(world)
+
+
+def test_deadline_is_kept_beside_requests_without_one_and_with_a_free_seat() -> None:
+    for world in (full(STATED, waiting=20), World(STATED)):
+        job = world.arrive(1, deadlines=StatedDeadlines(answer=20.0))
+        assert job in counted(world)
+
+
+def test_longest_of_those_that_cannot_all_be_kept_is_refused() -> None:
+    world = full(STATED)
+    while not world.refused:
+        world.arrive(1, deadlines=StatedDeadlines(answer=8.0))
+    earliest = [refusal.deadline_ms for refusal in world.refusals.values()]
+    assert len(earliest) == 1 and earliest[0] > 8000
+    assert len(counted(world)) > 1
+
+
+def test_most_urgent_level_is_never_refused_for_its_deadline() -> None:
+    world = full(STATED, waiting=20)
+    assert world.arrive(0, deadlines=StatedDeadlines(answer=0.001)) in counted(world)
+
+
+def test_without_the_key_no_deadline_is_refused_or_expires() -> None:
+    world = full({}, waiting=20)
+    job = world.arrive(2, deadlines=StatedDeadlines(answer=0.001))
+    world.step(10.0)
+    assert job in counted(world)
+
+
+def test_waiting_request_ends_at_its_deadline() -> None:
+    world = full(STATED)
+    job = world.arrive(0, deadlines=StatedDeadlines(answer=3.0))
+    world.step(2.9)
+    assert job in counted(world)
+    world.step(0.2)
+    assert world.refused == {job: Code.QUEUE_TIMEOUT}
+
+
+def test_objective_for_the_first_token_neither_refuses_nor_expires() -> None:
+    world = full(STATED, waiting=20)
+    job = world.arrive(2, deadlines=StatedDeadlines(first_token=0.001))
+    world.step(100.0)
+    assert job in counted(world)
+
+
+def test_unread_request_is_judged_when_it_has_been_read() -> None:
+    world = full(STATED, waiting=20)
+    job = world.core.draft(
+        "unread",
+        prompt_tokens=100,
+        max_output_tokens=50,
+        hint=Hint(None, LevelSource.DEFAULT),
+        awaits_prediction=True,
+    )
+    job.deadlines = StatedDeadlines(answer=0.5)
+    world.core.arrive(job, world.now)
+    world.core.enqueue(job, world.core.waiting)
+    assert world.control.admit(job, world.now, lambda: 0) == []
+    world.core.predicted(job, None)
+    [(refused, refusal)] = world.control.revised(job, world.now, lambda: 0)
+    assert refused is job and refusal.code is Code.DEADLINE

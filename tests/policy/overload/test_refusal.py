@@ -37,6 +37,7 @@ def test_codes_have_the_statuses_that_clients_know() -> None:
         "tier_over_share": 429,
         "tenant_over_share": 429,
         "queue_timeout": 408,
+        "deadline": 429,
         "dropped": 503,
         "too_large": 400,
         "stopping": 503,
@@ -66,3 +67,10 @@ def test_refusal_is_read_only_from_error_outputs() -> None:
     assert refusal_of(SimpleNamespace(outputs=[answer])) == refusal
     answer.finish_reason = "stop"  # a model cannot talk itself into a refusal
     assert refusal_of(SimpleNamespace(outputs=[answer])) is None
+
+
+def test_refusal_keeps_its_deadline_in_all_forms() -> None:
+    refusal = Refusal(Code.DEADLINE, "No answer within 1.0 s", 3.0, deadline_ms=4200)
+    assert Refusal.from_text(refusal.to_text()) == refusal
+    assert Refusal.from_sentence(refusal.to_sentence()) == refusal
+    assert refusal.headers() == {"retry-after": "3"}

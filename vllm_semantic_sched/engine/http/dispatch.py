@@ -14,6 +14,7 @@ from vllm_semantic_sched.engine.http.request_context import (
     tenant_arguments,
     with_argument,
 )
+from vllm_semantic_sched.engine.http.stated_times import stated_times
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.requests.arrivals import SESSION, pass_reading
 from vllm_semantic_sched.engine.vllm_api import RANK, engine_count, is_beam
@@ -38,16 +39,14 @@ class Dispatch:
         returns when the request has ended."""
         placed = None
         request = incoming.get()
-        given = kwargs.get("sampling_params", kwargs.get("pooling_params"))
-        params = args[1] if len(args) > 1 else given
+        params = parameters_in(args, kwargs)
         request_id = args[2] if len(args) > 2 else kwargs.get("request_id", "")
         if request is not None:
             with self._guard("hints"):
                 if request.hints and is_beam(request_id):
                     _repeat_hints(request.hints, params, kwargs)
             with self._guard("tenant"):
-                pooling = hasattr(params, "extra_kwargs")
-                name = "extra_kwargs" if pooling else "extra_args"
+                name = _extra_name(params)
                 given = getattr(params, name, None)
                 extra = tenant_arguments(given, request.user, request.tenant)
                 extra = with_argument(extra, SERVICE_TIER, request.service_tier)
@@ -117,6 +116,28 @@ class Dispatch:
         peers = state_of(self._app).peers
         fits = peers is not None and peers.shape == (engines, levels)
         self._peers = peers if fits else None
+
+
+def parameters_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The sampling or pooling parameters of a call of `generate` or `encode`."""
+    given = kwargs.get("sampling_params", kwargs.get("pooling_params"))
+    return args[1] if len(args) > 1 else given
+
+
+def _extra_name(params: Any) -> str:
+    """The attribute of parameters that has the `vllm_xargs`."""
+    return "extra_kwargs" if hasattr(params, "extra_kwargs") else "extra_args"
+
+
+def state_times(request: RequestContext, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Put the times that a request's headers state into the parameters of a call. ValueError, which
+    vLLM answers with status 400, if a time is not valid, in the headers or in `vllm_xargs`."""
+    params = parameters_in(args, kwargs)
+    name = _extra_name(params)
+    given = getattr(params, name, None)
+    extra = stated_times(given, request.times)
+    if extra is not given:
+        setattr(params, name, extra)
 
 
 def _repeat_hints(hints: Mapping[str, Any], params: Any, kwargs: dict[str, Any]) -> None:

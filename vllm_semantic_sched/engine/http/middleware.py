@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm_semantic_sched.engine.guard import guarded
 from vllm_semantic_sched.engine.http.admin import LONGEST_ID, add_routes
-from vllm_semantic_sched.engine.http.dispatch import Dispatch
+from vllm_semantic_sched.engine.http.dispatch import Dispatch, state_times
 from vllm_semantic_sched.engine.http.preparation import UrgentFirst
 from vllm_semantic_sched.engine.http.request_context import (
     LEVEL_HEADER,
@@ -236,6 +236,8 @@ def _watched(
             raise ValueError(
                 f"request_id: {len(request_id)} characters; at most {LONGEST_ID} are allowed"
             )
+        if request is not None:
+            state_times(request, args, kwargs)
         return outputs_of(args, kwargs)
 
     return watched

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from vllm_semantic_sched.engine.http.peer_servers import PeerServers
+from vllm_semantic_sched.engine.http.stated_times import read_headers
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.overload.refusal import Refusal
 
@@ -35,6 +36,7 @@ class RequestContext:
     level: int | None = None  # by hint or reading, if the body was read
     level_from: str | None = None  # its origin, see `LevelSource`
     reading: Prediction | None = None  # see `preparation.RequestPreview`
+    times: Mapping[str, str] = field(default_factory=dict)  # headers of `stated_times`
     stock_placement: bool = False  # the client wants vLLM to choose the engine
     refusals: list[Refusal] = field(default_factory=list)  # that occurred while it is answered
     prepared: Callable[[], None] | None = None  # to be called once it is on its way to the engine
@@ -51,6 +53,7 @@ class RequestContext:
             tenant=None if tenant is None else tenant.decode("latin-1"),
             session=None if session is None else session.decode("latin-1"),
             priority=priority,
+            times=read_headers(headers),
             stock_placement=headers.get(PLACEMENT_HEADER) == b"vllm",
         )
 

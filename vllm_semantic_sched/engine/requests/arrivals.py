@@ -2,7 +2,6 @@
 scheduler state. In an offline engine, and without an engine, everything happens on one thread."""
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from vllm_semantic_sched.policy.facts.job import (
     LevelSource,
     SessionTurn,
     Source,
+    StatedDeadlines,
     StatedLength,
 )
 from vllm_semantic_sched.policy.facts.prediction import Prediction
@@ -43,7 +43,11 @@ _MOST_CHARACTERS = 16_384
 
 SESSION = "session"  # key of a session's name in `vllm_xargs`
 
-TTL = "ttl_ms"  # key of the milliseconds that a client waits
+_LONGEST_TIME = 1e15  # milliseconds
+
+# Keys of the milliseconds in which a client wants its request to start, to have its first token,
+# and to be answered.
+TTL, FIRST_TOKEN, DEADLINE = "ttl_ms", "slo_ttft_ms", "deadline_ms"
 
 # Characters of names.
 _LONGEST_TENANT = 64
@@ -184,11 +188,12 @@ class Arrivals:
                 dedup_key = read_key(extra_args)
         except BadKey as problem:
             problems["invalid_dedup_keys"] = str(problem)
-        try:
-            patience = read_patience(extra_args)
-        except ValueError as problem:
-            patience = None
-            problems["invalid_hints"] = str(problem)
+        times: dict[str, float | None] = dict.fromkeys((TTL, DEADLINE, FIRST_TOKEN))
+        for key in times:
+            try:
+                times[key] = read_milliseconds(extra_args, key)
+            except ValueError as problem:
+                problems["invalid_hints"] = str(problem)
         stated = stated_length(request.sampling_params)
         reads = submitted or self.predictions.reads(request, hint, stated.exact)
         passed, forgery = read_passed(extra_args)
@@ -218,7 +223,9 @@ class Arrivals:
             provisional=provisional,
             session=turn,
         )
-        job.patience = patience
+        job.patience = times[TTL]
+        if times[DEADLINE] is not None or times[FIRST_TOKEN] is not None:
+            job.deadlines = StatedDeadlines(times[DEADLINE], times[FIRST_TOKEN])
         job.source = Source(unix_time(), request.block_hashes if self.logs_blocks else ())
         return Arrival(
             policy=core.policy,
@@ -294,16 +301,16 @@ def _read_name(extra_args: Any, key: str, longest: int) -> str:
     return name.strip()[:longest] if isinstance(name, str) else ""
 
 
-def read_patience(extra_args: Any) -> float | None:
-    """Seconds that a client waits for its request to start, by `ttl_ms` in `vllm_xargs`; None if it
-    does not say. ValueError if that is not a positive number."""
-    if not isinstance(extra_args, dict) or TTL not in extra_args:
+def read_milliseconds(extra_args: Any, key: str) -> float | None:
+    """Seconds by a key of `vllm_xargs` in milliseconds; None without it. ValueError if that is not
+    a positive number."""
+    if not isinstance(extra_args, dict) or key not in extra_args:
         return None
-    sent = extra_args[TTL]
-    if isinstance(sent, int | float) and not isinstance(sent, bool) and 0 < sent < math.inf:
+    sent = extra_args[key]
+    if isinstance(sent, int | float) and not isinstance(sent, bool) and 0 < sent < _LONGEST_TIME:
         return sent / 1000.0
     text = repr(sent)
-    raise ValueError(f"{TTL} must be a positive number of milliseconds, got {text[:60]}")
+    raise ValueError(f"{key} must be a positive number of milliseconds, got {text[:60]}")
 
 
 def stated_length(sampling_params: Any) -> StatedLength:

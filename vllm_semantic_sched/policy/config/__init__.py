@@ -83,6 +83,10 @@ class Policy(Section):
                     f"hints.{name}: cap has no effect with most_urgent_level: 0; valid: "
                     f"most_urgent_level from 1 to {last}"
                 )
+        if self.deadlines.stated and self.base == "sjf":
+            raise ValueError(
+                "deadlines.stated: needs levels, which base: sjf ignores; valid: false"
+            )
         factor = self.weighted_levels.factor
         if factor is not None and self.base != "semantic":
             raise ValueError(

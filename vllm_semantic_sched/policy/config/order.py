@@ -37,6 +37,16 @@ class Deadlines(Section):
     enabled: bool = False
     """Requests whose tier has an SLO for the first token run before the rest of their level, until
     they have it or the SLO is missed."""
+    stated: bool = False
+    """Requests that state a deadline (`vllm_xargs: {deadline_ms: N}` or `{slo_ttft_ms: N}`) run
+    before the rest of their level while they can keep it, those that must start soonest first. One
+    whose `deadline_ms` cannot be kept, by its predicted wait and length, is refused. Not for `base:
+    fcfs`; among weighted levels (`weighted_levels`) they count as half a level more urgent."""
+
+    @property
+    def raises(self) -> bool:
+        """Whether any deadline raises requests."""
+        return self.enabled or self.stated
 
 
 class FairShareKnobs(Section):

@@ -91,6 +91,14 @@ class Estimator:
         """Predicted seconds of engine work left; above zero until the job finishes."""
         return remaining_seconds(job, self.output_tokens(job), self.profile)
 
+    def answer_seconds(self, job: Job, step: float, share: float | None = None) -> float:
+        """Time from a job's next seat to its last token, where the steps of the engine take `step`
+        seconds: expected, or within which a `share` of such answers end."""
+        output, profile = self.output_tokens(job, share), self.profile
+        # A step beside others takes longer than that of a sequence alone, which decodes count.
+        beside = max(0.0, step - profile.gamma2) * (output - job.generated)
+        return remaining_seconds(job, output, profile) + beside
+
     def rank_seconds(self, job: Job) -> float:
         """`remaining` on the scale of the uncorrected profile, so that ranks stored before and
         after a correction stay comparable."""

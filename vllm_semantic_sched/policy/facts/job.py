@@ -62,6 +62,16 @@ class StatedLength(NamedTuple):
 FREE_LENGTH = StatedLength()
 
 
+class StatedDeadlines(NamedTuple):
+    """Seconds after its arrival within which a request's client wants something; None: unstated."""
+
+    answer: float | None = None  # the whole answer; later it is of no use
+    first_token: float | None = None  # an objective: the answer is wanted later, too
+
+
+NO_DEADLINES = StatedDeadlines()
+
+
 class JobState(enum.Enum):
     """State of a job. The values appear in the event log and in metrics."""
 
@@ -241,6 +251,7 @@ class Job:
     source: Source | None = None  # for the event log
     session: SessionTurn | None = None  # None: it belongs to no session
     patience: float | None = None  # seconds that its client waits for a first seat; None: unknown
+    deadlines: StatedDeadlines = NO_DEADLINES
 
     # Estimates
     awaits_prediction: bool = False

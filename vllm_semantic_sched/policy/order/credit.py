@@ -42,7 +42,7 @@ class _Timer:
     """When the credit of a waiting job changes next, in seconds; inf: never."""
 
     promotion: float
-    deadline: float = math.inf  # of the first token
+    deadline: float = math.inf  # until which it is raised
     turn: float = math.inf  # at which it is raised, or misses its deadline
     takes_seats: bool = False  # whether it may preempt while it is raised
 
@@ -52,29 +52,39 @@ class _Timer:
 
 
 class CreditTimers:
-    """Timers by which waiting jobs gain levels: in steps by waiting (aging), and for the time
-    to first token of their SLO, until that is missed. A job that leaves the queue has no timer and
-    keeps what it has gained; what a deadline gave ends with the first token."""
+    """Timers by which waiting jobs gain levels: in steps by waiting (aging), and for a deadline,
+    until that is missed. A job that leaves the queue has no timer and keeps what it has gained;
+    what a deadline gave ends with the first token."""
 
     def __init__(self, ref: PolicyRef) -> None:
         self.promotions = 0  # so far
-        self.deadline_boosted = 0  # jobs so far that an SLO raised
+        self.deadline_boosted = 0  # jobs so far that a deadline raised
         # Raised waiting jobs that may preempt a job that has its first token.
         self.may_take_seats: set[Job] = set()
         self._ref = ref
         self._timers: dict[Job, _Timer] = {}
         self._due: AddressableHeap[Job] = AddressableHeap()
 
-    def wait(self, job: Job, slo: Slo) -> None:
-        """Start the timers of a job that begins to wait, or whose policy or tier has changed; `slo`
-        of its tier. Time in a seat counts as waiting only while the job was held."""
+    def wait(self, job: Job, slo: Slo, stated: float | None = None) -> None:
+        """Start the timers of a job that begins to wait, or whose policy, tier or estimates have
+        changed. Time in a seat counts as waiting only while the job was held.
+
+        Args:
+            slo: of its tier.
+            stated: until when a deadline of its own raises it, in place of the SLO; None: none.
+        """
         timer = _Timer(self._next_promotion(job))
-        enabled = self._ref.policy.deadlines.enabled
-        if enabled and slo.ttft is not None and not job.generated:
-            timer.deadline = job.arrival + slo.ttft
+        deadline, takes_seats = stated, False
+        if self._ref.policy.deadlines.enabled and slo.ttft is not None and not job.generated:
+            of_tier = job.arrival + slo.ttft
+            deadline = of_tier if stated is None else stated
+            # What a client states gets it no right to preempt for longer than the SLO does.
+            takes_seats = slo.takes_seats and deadline <= of_tier
+        if deadline is not None:
+            timer.deadline = deadline
             raised = job.credit is not None and job.credit.deadline
             timer.turn = timer.deadline if raised else job.arrival
-            timer.takes_seats = slo.takes_seats
+            timer.takes_seats = takes_seats
         elif job.credit is not None:
             job.credit.deadline = 0.0
         self._store(job, timer)

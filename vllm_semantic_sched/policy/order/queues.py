@@ -17,6 +17,8 @@ from vllm_semantic_sched.policy.order.fair_share import FairShare
 from vllm_semantic_sched.policy.order.kv_peak import KvPeak
 from vllm_semantic_sched.policy.order.tenants import ANONYMOUS, VirtualCounters
 
+_SURE = 0.9  # share of answers that are no longer than what a deadline is ordered by
+
 
 class Used(NamedTuple):
     """What the policy in force uses. Without it, the code for it is not entered."""
@@ -33,7 +35,7 @@ def used_by(policy: Policy) -> Used:
     """What a policy uses."""
     return Used(
         aging=policy.aging.enabled,
-        timers=policy.aging.enabled or policy.deadlines.enabled,
+        timers=policy.aging.enabled or policy.deadlines.raises,
         kv_peak=policy.kv_peak.enabled,
         shares=policy.fair_share.enabled,
         top_cap=policy.tenants.top.share < 1.0,
@@ -100,6 +102,13 @@ class OrderingRules:
         """Engine time until a job can decode: load and prefill."""
         profile = self._estimates.profile
         return profile.load(job.swapped) + profile.prefill(job.swapped, job.tokens)
+
+    def answer_seconds(self, job: Job) -> float:
+        """Time from a job's seat within which nine of ten such answers end, while all seats are in
+        use: who is to be in time must start a little early."""
+        capacity, terms = self.allocations.capacity, self._estimates.profile.batch_terms
+        step = terms.sequences(1 if capacity is None else capacity.seats)
+        return self._estimates.answer_seconds(job, step, _SURE)
 
 
 class TenantQueue:

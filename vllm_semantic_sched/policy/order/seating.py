@@ -56,15 +56,15 @@ class Seating(OrderingRules):
     def reorders_levels(self) -> bool:
         """Whether a less urgent job can get ahead of a more urgent one."""
         policy = self.ref.policy
-        return policy.aging.enabled or policy.deadlines.enabled or policy.fair_share.enabled
+        return policy.aging.enabled or policy.deadlines.raises or policy.fair_share.enabled
 
     # From queue to seat
 
     def wait_first(self, job: Job) -> None:
         """Record that a job enters the queue for the first time."""
         policy = self.ref.policy
-        if policy.aging.enabled or policy.deadlines.enabled:
-            self.credits.wait(job, policy.all_tiers[job.level].slo)
+        if policy.aging.enabled or policy.deadlines.raises:
+            self.start_timers(job)
         if policy.kv_peak.enabled:
             self.waiting.changed()  # whether the next job fits depends on the time, too
 
@@ -77,7 +77,7 @@ class Seating(OrderingRules):
         self.allocations.release(job)
         if self.used.table.kv_peak:
             self.kv_peak.discard(job)
-        self._start_timers(job)
+        self.start_timers(job)
 
     def take(self, job: Job) -> None:
         """Take a job out of the queue to give it a seat."""
@@ -120,7 +120,7 @@ class Seating(OrderingRules):
         """Record that a job's level was `before` and has changed."""
         self.allocations.relevel(job, before)
         if job in self.waiting:
-            self._start_timers(job)
+            self.start_timers(job)
 
     def step(self, now: float, observe: Callable[[Job], None]) -> list[Job]:
         """Begin an engine step; returns waiting jobs whose rank changed."""
@@ -140,6 +140,32 @@ class Seating(OrderingRules):
 
     # Derived state
 
+    def start_by(self, job: Job) -> float | None:
+        """The latest time at which a waiting job that a deadline raises must start, which orders
+        such jobs at any time as their slack does: that time less the present one. None where the
+        order is another."""
+        credit, policy = job.credit, self.ref.policy
+        if credit is None or not credit.deadline:
+            return None
+        if policy.weighs(job.level):  # there times of work are compared, across levels
+            return None
+        starts = self._latest_starts(job)
+        slo = policy.all_tiers[job.level].slo
+        if not starts and slo.ttft is not None:
+            starts = [job.arrival + slo.ttft - self.admission_seconds(job)]
+        return min(starts, default=None)
+
+    def _latest_starts(self, job: Job) -> list[float]:
+        """When a job must start to keep each deadline that it states, by predicted times; that of
+        the whole answer first."""
+        answer, first_token = job.deadlines
+        starts = []
+        if answer is not None:
+            starts.append(job.arrival + answer - self.answer_seconds(job))
+        if first_token is not None and not job.generated:
+            starts.append(job.arrival + first_token - self.admission_seconds(job))
+        return starts
+
     def preempting_level(self, level: int) -> float:
         """The level at which a job of `level` preempts: a tier over its share is less urgent."""
         return level + max(0.0, self.fair_share.offsets[level])
@@ -152,7 +178,7 @@ class Seating(OrderingRules):
     def timeless(self) -> bool:
         """Whether only jobs that come, go, are predicted or outlive estimates change the order."""
         policy = self.ref.policy
-        return not (self.metered or policy.aging.enabled or policy.deadlines.enabled)
+        return not (self.metered or policy.aging.enabled or policy.deadlines.raises)
 
     @property
     def metered(self) -> bool:
@@ -160,9 +186,14 @@ class Seating(OrderingRules):
         policy = self.ref.policy
         return policy.tenants.fair or policy.fair_share.enabled or self.limits.table.reserves
 
-    def _start_timers(self, job: Job) -> None:
-        if self.used.table.timers or job.credit is not None:
-            self.credits.wait(job, self.ref.policy.all_tiers[job.level].slo)
+    def start_timers(self, job: Job) -> None:
+        """Start the timers of a waiting job, if it needs any: see `CreditTimers.wait`."""
+        if not self.used.table.timers and job.credit is None:
+            return
+        policy, stated = self.ref.policy, None
+        if policy.deadlines.stated and (starts := self._latest_starts(job)):
+            stated = starts[0]
+        self.credits.wait(job, policy.all_tiers[job.level].slo, stated)
 
     def _admit(self, job: Job, overtook: bool) -> None:
         seconds = self.admission_seconds(job)
@@ -188,4 +219,4 @@ class Seating(OrderingRules):
 
 
 def _watches_waiting(policy: Policy) -> bool:
-    return policy.aging.enabled or policy.deadlines.enabled or policy.kv_peak.enabled
+    return policy.aging.enabled or policy.deadlines.raises or policy.kv_peak.enabled

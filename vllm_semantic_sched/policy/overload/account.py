@@ -1,5 +1,6 @@
 """Requests that wait for a first seat: their places in the queue, age and timeouts."""
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -9,12 +10,14 @@ from vllm_semantic_sched.policy.facts.job import Job
 
 
 class Entry(NamedTuple):
-    """The values with which a request was counted; `since` is its time of arrival."""
+    """The values with which a request was counted; `since` is its time of arrival, `start_by` the
+    latest time to start it for its deadline, inf without one."""
 
     level: int
     tokens: float
     tenant: str
     since: float
+    start_by: float = math.inf
 
 
 class QueueAccount:

@@ -38,7 +38,8 @@ def admits_all(policy: Policy) -> bool:
     bounds = [rules.tenant.requests, rules.queue.requests]
     bounds += [tier.queue.requests for tier in policy.all_tiers]
     unbounded = all(bound is None for bound in bounds)
-    return unbounded and rules.over_share == "off" and not policy.shedding.enabled
+    may_refuse = policy.shedding.enabled or policy.deadlines.stated
+    return unbounded and rules.over_share == "off" and not may_refuse
 
 
 def ends_requests(policy: Policy) -> bool:
@@ -46,6 +47,7 @@ def ends_requests(policy: Policy) -> bool:
     return (
         policy.admission != Admission()
         or policy.shedding.enabled
+        or policy.deadlines.stated
         or any(tier.queue != TierQueue() for tier in policy.all_tiers)
     )
 

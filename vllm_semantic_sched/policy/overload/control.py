@@ -2,6 +2,7 @@
 jobs that must end; `step.py` makes the engine end them, and the lifecycle reports their ends back.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from random import Random
 
@@ -13,6 +14,7 @@ from vllm_semantic_sched.policy.facts.job import Draft, Job, JobState, LevelSour
 from vllm_semantic_sched.policy.limits import Limits
 from vllm_semantic_sched.policy.overload.account import Entry
 from vllm_semantic_sched.policy.overload.admission import SHED, admits_all, judge
+from vllm_semantic_sched.policy.overload.deadline import Claim, not_kept
 from vllm_semantic_sched.policy.overload.dedup import DedupIndex
 from vllm_semantic_sched.policy.overload.load import LoadMonitor
 from vllm_semantic_sched.policy.overload.refusal import Code, Refusal
@@ -90,9 +92,9 @@ class OverloadControl(Listener):
         entry = self._entry(job, now, job.draft)
         self.load.look(now)
         if dedup_key is None:
-            return self._let_in(job, entry, free_seats(), [])
+            return self._let_in(job, entry, now, free_seats(), [])
         older = self.dedup.older(job, dedup_key, origin, self._ref.policy.dedup)
-        ended = self._let_in(job, entry, free_seats(), older)
+        ended = self._let_in(job, entry, now, free_seats(), older)
         if all(other is not job for other, _ in ended):
             self.dedup.add(job, dedup_key, origin)
         return ended
@@ -109,9 +111,10 @@ class OverloadControl(Listener):
         if entry.level != old.level:
             self.load.look(now)
             if not self.admits_all.table or self.load.shedder.stage:
-                return self._let_in(job, entry, free_seats(), [])
+                return self._let_in(job, entry, now, free_seats(), [])
+        ended = self._give_up(job, entry, now, free_seats)
         self.account.enter(job, entry, self._timeout(job, entry.level))
-        return []
+        return self._left(ended)
 
     def reassigned(self, job: Job) -> None:
         """Update a job whose level an operator has set. Unlike in `revised`, a waiting one stays:
@@ -139,21 +142,35 @@ class OverloadControl(Listener):
         seconds = self.load.drain_seconds(level) * self._random.uniform(1.0, 1.25)
         return min(max(1.0, seconds), _LONGEST_RETRY)
 
-    def _let_in(self, job: Job, entry: Entry, free_seats: int, older: Sequence[Job]) -> list[Ended]:
+    def _let_in(
+        self, job: Job, entry: Entry, now: float, free_seats: int, older: Sequence[Job]
+    ) -> list[Ended]:
         """Admit or refuse a job in place of `older` jobs, which stay if it is refused."""
         places = [(other, self.account.leave(other)) for other in older]
         verdict = judge(entry, self.load, self._ref.policy, free_seats, self._random)
         if verdict.code is not None:
+            given_up = [self._end(job, entry.level, verdict.code, verdict.reason)]
+        else:
+            given_up = self._give_up(job, entry, now, lambda: free_seats)
+        refused = [end for end in given_up if end[0] is job]
+        if refused:
             for other, place in places:
                 if place is not None:
                     self.account.enter(other, place, self._timeout(other, place.level))
-            return [self._end(job, entry.level, verdict.code, verdict.reason)]
-        ended = [
+            return refused
+        ended = self._left(given_up)
+        ended += [
             self._end(other, other.level, Code.SUPERSEDED, _SUPERSEDED, job) for other in older
         ]
         if (replaced := verdict.replaced) is not None:
             ended.append(self._end(replaced, replaced.level, Code.OVER_CAPACITY, _REPLACED, job))
         self.account.enter(job, entry, self._timeout(job, entry.level))
+        return ended
+
+    def _left(self, ended: list[Ended]) -> list[Ended]:
+        """Jobs that end, once they are not counted as waiting any more."""
+        for job, _ in ended:
+            self.account.leave(job)
         return ended
 
     def _shed(self) -> list[Ended]:
@@ -167,6 +184,49 @@ class OverloadControl(Listener):
                 ended.append(self._end(job, level, Code.SHED, reason))
         return ended
 
+    def _give_up(
+        self, job: Job, entry: Entry, now: float, free_seats: Callable[[], int]
+    ) -> list[Ended]:
+        """The refusals of jobs whose deadline cannot be kept: the new one's, or those of longer
+        ones that wait at its level. The most urgent level is exempt, and a job whose level is not
+        known yet stays: it may be urgent, and wait less than it seems."""
+        if entry.level == 0 or entry.start_by == math.inf:
+            return []
+        free_at = now + self._wait_beside(entry.level, free_seats())
+        claims = [Claim(entry.tokens, entry.start_by, job)]
+        for other, place in self.account.entries[entry.level].items():
+            if place.start_by < math.inf:
+                claims.append(Claim(place.tokens, place.start_by, other))
+        given_up = not_kept(claims, free_at, self.load.least_seconds(1.0))
+        work = sum(claim.tokens for claim in claims) - sum(claim.tokens for claim in given_up)
+        start = free_at + self.load.least_seconds(work)  # after all that are kept
+        return [
+            (claim.job, self._missed_deadline(claim.job, start - claim.start_by))
+            for claim in given_up
+        ]
+
+    def _wait_beside(self, level: int, free_seats: int) -> float:
+        """Predicted seconds until the first of a level's waiting jobs gets a seat: the work that is
+        more urgent, and that of one seat until it comes free."""
+        allocations = self.load.allocations
+        if allocations.all.queued < free_seats:
+            return 0.0
+        ahead = sum(held.queued_tokens for held in allocations.levels[:level])
+        running = sum(held.tokens for held in allocations.levels)
+        return self.load.least_seconds(ahead + running / max(1, len(allocations)))
+
+    def _missed_deadline(self, job: Job, late: float) -> Refusal:
+        """The refusal of a job whose answer would come so many seconds after its deadline."""
+        deadline = job.deadlines.answer or 0.0
+        needed = deadline + max(0.0, late)
+        reason = f"No answer within {deadline:.1f} s: it would take about {needed:.1f} s"
+        return Refusal(
+            Code.DEADLINE,
+            reason,
+            min(max(1.0, late), _LONGEST_RETRY),
+            deadline_ms=math.ceil(needed * 1000),
+        )
+
     def _timeout(self, job: Job, level: int) -> float | None:
         """Seconds from its arrival after which a waiting job is refused; None: never. One whose
         level an operator has set may wait as long as any tier allows: a tier with a short timeout
@@ -174,9 +234,10 @@ class OverloadControl(Listener):
         timeout = self._timeouts.table[level]
         if job.level_source is LevelSource.OPERATOR:
             timeout = _longest(self._timeouts.table)
-        if job.patience is None:
-            return timeout
-        return job.patience if timeout is None else min(timeout, job.patience)
+        timeouts = [timeout, job.patience]
+        if self._ref.policy.deadlines.stated:
+            timeouts.append(job.deadlines.answer)
+        return min((timeout for timeout in timeouts if timeout is not None), default=None)
 
     def _entry(self, job: Job, since: float, draft: Draft | None = None) -> Entry:
         level = job.level
@@ -184,7 +245,12 @@ class OverloadControl(Listener):
             # A misread emergency must not be refused before the predictor has read it.
             level = min(level, self._ref.policy.default_level)
         tokens = self._estimates.tokens(job) if draft is None else draft.tokens
-        return _new_tuple(Entry, (level, tokens, job.tenant, since))  # half the time of Entry()
+        deadline, start_by = job.deadlines.answer, math.inf
+        if deadline is not None and self._ref.policy.deadlines.stated and not job.level_unread:
+            answer = self._estimates.answer_seconds(job, self.load.step_seconds)
+            start_by = job.arrival + deadline - answer
+        # Half the time of Entry().
+        return _new_tuple(Entry, (level, tokens, job.tenant, since, start_by))
 
     def _end(
         self, job: Job, level: int, code: Code, reason: str, beneficiary: Job | None = None

@@ -246,8 +246,7 @@ class LoadMonitor:
     def drain_seconds(self, level: int) -> float:
         """Predicted time to clear waiting work at least as urgent, and half of the running work."""
         waiting = sum(held.queued_tokens for held in self.allocations.levels[: level + 1])
-        ahead = waiting + self._predicted_tokens() / 2
-        return ahead / (self._measured_speed() or self._speed_by_profile())
+        return self.serve_seconds(waiting + self._predicted_tokens() / 2)
 
     def seconds_to_start(self, tokens: float, requests: int, served: float) -> float:
         """Predicted time until a waiting request gets a seat. While seats or KV are short, the
@@ -260,9 +259,17 @@ class LoadMonitor:
         running, held = len(self.allocations), self._predicted_tokens()
         if running + requests < self._seats and held + tokens <= self._kv_tokens:
             return 0.0
-        # Before a burst the engine may have been slow for want of requests.
-        speed = max(self._measured_speed(served) or 0.0, self._speed_by_profile())
-        return (tokens + held / max(1, running)) / speed
+        return self.least_seconds(tokens + held / max(1, running), served)
+
+    def serve_seconds(self, work: float) -> float:
+        """Predicted time to serve so many tokens, prompt and output."""
+        return work / (self._measured_speed() or self._speed_by_profile())
+
+    def least_seconds(self, work: float, served: float = 0.0) -> float:
+        """The shorter of the measured and the profile's time to serve so many tokens: before a
+        burst the engine may have been slow for want of requests. `served`: as of
+        `_measured_speed`."""
+        return work / max(self._measured_speed(served) or 0.0, self._speed_by_profile())
 
     def _measured_speed(self, served: float = 0.0) -> float | None:
         """Tokens per busy second; None until it is known. `served` so far to running requests: in
@@ -275,6 +282,13 @@ class LoadMonitor:
         """Output tokens per second with all seats decoding."""
         step = self._estimates.profile.batch_terms.sequences(self._seats)
         return self._seats / max(step, 1e-6)
+
+    @property
+    def step_seconds(self) -> float:
+        """Time of a step with all seats in use: by the profile or as measured lately, the longer
+        one."""
+        by_profile = self._estimates.profile.batch_terms.sequences(self._seats)
+        return max(by_profile, self._step_seconds)
 
     def is_shed(self, level: int) -> bool:
         """Whether new requests of a level are refused."""

@@ -21,6 +21,7 @@ class Code(enum.Enum):
     TIER_OVER_SHARE = "tier_over_share"
     TENANT_OVER_SHARE = "tenant_over_share"
     QUEUE_TIMEOUT = "queue_timeout"
+    DEADLINE = "deadline"
     DROPPED = "dropped"
     TOO_LARGE = "too_large"
     STOPPING = "stopping"
@@ -45,7 +46,7 @@ class Code(enum.Enum):
 
 _SENTENCE = re.compile(
     rf"(?P<message>.*) \((?P<code>{'|'.join(code.value for code in Code)}), "
-    r"retry after (?P<seconds>\d+) s\)",
+    r"retry after (?P<seconds>\d+) s(, deadline_ms (?P<deadline>\d+))?\)",
     re.DOTALL,
 )
 _TYPE = {
@@ -66,6 +67,8 @@ class Refusal:
     retry_after: float = 1.0  # seconds after which another attempt may succeed
     beneficiary: Job | None = field(default=None, compare=False)
     """The request that took its place, if one did. Its client is not told."""
+    deadline_ms: int | None = None
+    """For the code `deadline`: the shortest `deadline_ms` that could be kept."""
 
     @property
     def retry_after_seconds(self) -> int:
@@ -74,8 +77,8 @@ class Refusal:
 
     def to_text(self) -> str:
         """JSON for a request's `stop_reason`."""
-        fields = {"code": self.code.value, "retry_after": self.retry_after_seconds}
-        return json.dumps({**fields, "message": self.message})
+        fields: dict[str, Any] = {"code": self.code.value, "retry_after": self.retry_after_seconds}
+        return json.dumps({**fields, "message": self.message, **self._deadline()})
 
     @classmethod
     def from_text(cls, text: object) -> Refusal | None:
@@ -84,13 +87,20 @@ class Refusal:
             return None
         try:
             data = json.loads(text)
-            return cls(Code(data["code"]), str(data["message"]), float(data["retry_after"]))
+            return cls(
+                Code(data["code"]),
+                str(data["message"]),
+                float(data["retry_after"]),
+                deadline_ms=_whole(data.get("deadline_ms")),
+            )
         except (ValueError, TypeError, KeyError):
             return None
 
     def to_sentence(self) -> str:
         """The message with code and waiting time, for errors that carry one text."""
-        return f"{self.message} ({self.code.value}, retry after {self.retry_after_seconds} s)"
+        deadline = "" if self.deadline_ms is None else f", deadline_ms {self.deadline_ms}"
+        retry = f"retry after {self.retry_after_seconds} s"
+        return f"{self.message} ({self.code.value}, {retry}{deadline})"
 
     @classmethod
     def from_sentence(cls, text: str) -> Refusal | None:
@@ -98,7 +108,12 @@ class Refusal:
         parts = _SENTENCE.fullmatch(text)
         if parts is None:
             return None
-        return cls(Code(parts["code"]), parts["message"], float(parts["seconds"]))
+        return cls(
+            Code(parts["code"]),
+            parts["message"],
+            float(parts["seconds"]),
+            deadline_ms=_whole(parts["deadline"]),
+        )
 
     def headers(self) -> dict[str, str]:
         """HTTP headers that say when to retry."""
@@ -116,7 +131,14 @@ class Refusal:
             "code": self.code.value,
             "retry_after": self.retry_after_seconds,
         }
-        return {"error": error}
+        return {"error": {**error, **self._deadline()}}
+
+    def _deadline(self) -> dict[str, int]:
+        return {} if self.deadline_ms is None else {"deadline_ms": self.deadline_ms}
+
+
+def _whole(number: Any) -> int | None:
+    return None if number is None else int(number)
 
 
 DROPPED = Refusal(
