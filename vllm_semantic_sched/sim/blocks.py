@@ -4,19 +4,8 @@ from __future__ import annotations
 
 import bisect
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from vllm_semantic_sched.sim.request import Run
-
-
-@dataclass(slots=True, eq=False)
-class CachedBlock:
-    """A full KV block in the prefix cache. `hash`: of its tokens and all before them."""
-
-    hash: int
-    users: int  # requests with a seat that hold it
+from vllm_semantic_sched.sim.request import CachedBlock, Run
 
 
 class BlockPool:

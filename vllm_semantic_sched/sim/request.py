@@ -6,7 +6,14 @@ from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.order.inversions import InversionCause
 from vllm_semantic_sched.policy.record.spans import Span
-from vllm_semantic_sched.sim.blocks import CachedBlock
+
+
+@dataclass(slots=True, eq=False)
+class CachedBlock:
+    """A full KV block in the prefix cache. `hash`: of its tokens and all before them."""
+
+    hash: int
+    users: int  # requests with a seat that hold it
 
 
 @dataclass(frozen=True, slots=True)
