@@ -13,7 +13,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "vllm_semantic_sched"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-DISTRIBUTIONS = {"sklearn": "scikit-learn", "yaml": "pyyaml"}  # of modules with another name
+DISTRIBUTIONS = {  # of modules with another name
+    "PIL": "pillow",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+}
 # The engine, what comes with it by the extra `cpu` or `cuda`, and the gateway that loads a hook.
 HOSTS = {"fastapi", "litellm", "starlette", "torch", "vllm"}
 
