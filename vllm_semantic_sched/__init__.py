@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from vllm_semantic_sched.engine.http.middleware import Middleware
     from vllm_semantic_sched.engine.scheduler import SemanticScheduler
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Middleware", "Refusal", "SemanticScheduler", "__version__", "refusal_of"]
 
 

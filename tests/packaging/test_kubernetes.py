@@ -107,7 +107,7 @@ def test_manifests_follow_the_schemas(build, overlay, version) -> None:
     kinds = {one["kind"] for one in manifests}
     assert kinds == {
         *("Namespace", "Deployment", "Service", "NetworkPolicy", "ConfigMap", "Ingress"),
-        *("HorizontalPodAutoscaler", "PodMonitor", "PrometheusRule"),
+        *("HorizontalPodAutoscaler", "PodMonitor", "PrometheusRule", "PodDisruptionBudget"),
     }
     assert {one["metadata"].get("namespace", "semsched") for one in manifests} == {"semsched"}
 
@@ -118,6 +118,7 @@ def test_manifests_follow_the_schemas(build, overlay, version) -> None:
         ("Deployment", "spec.template.spec.containers.0.readinessProbe.httpGet.pth"),
         ("HorizontalPodAutoscaler", "spec.metrics.0.pods.metric.names"),
         ("NetworkPolicy", "spec.ingress.0.port"),
+        ("PodDisruptionBudget", "spec.maxUnavailables"),
         ("PodMonitor", "spec.podMetricsEndpoints.0.prt"),
         ("PrometheusRule", "spec.groups.0.rules.0.fur"),
     ],
@@ -222,6 +223,12 @@ def test_running_requests_may_finish_before_the_pod_ends(build) -> None:
     assert 0 < pause + int(argument(container, "shutdown-timeout")) < grace
 
 
+def test_drain_is_possible_with_any_number_of_pods(build) -> None:
+    (budget,) = of_kind(build("base"), "PodDisruptionBudget")
+    assert budget["spec"]["maxUnavailable"] == 1 and "minAvailable" not in budget["spec"]
+    assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
 @every_overlay
 def test_pod_has_memory_for_the_pool_of_each_engine(build, overlay) -> None:
     manifests = build(overlay)
@@ -266,10 +273,12 @@ def test_everything_selects_the_pod_and_its_port(build, overlay) -> None:
     labels = pod_of(manifests)["metadata"]["labels"].items()
     (service,) = of_kind(manifests, "Service")
     (monitor,) = of_kind(manifests, "PodMonitor")
+    (budget,) = of_kind(manifests, "PodDisruptionBudget")
     rules = of_kind(manifests, "NetworkPolicy")
     selected = [service["spec"]["selector"], monitor["spec"]["selector"]["matchLabels"]]
+    selected.append(budget["spec"]["selector"]["matchLabels"])
     selected += [rule["spec"]["podSelector"]["matchLabels"] for rule in rules]
-    assert len(selected) == 4 and all(one and one.items() <= labels for one in selected)
+    assert len(selected) == 5 and all(one and one.items() <= labels for one in selected)
     (port,) = server_of(manifests)["ports"]
     used = [one["targetPort"] for one in service["spec"]["ports"]]
     used += [one["port"] for one in monitor["spec"]["podMetricsEndpoints"]]

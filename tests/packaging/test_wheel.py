@@ -13,10 +13,14 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from hatchling.builders.sdist import SdistBuilder
 from packaging.requirements import Requirement
+
+from vllm_semantic_sched import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TEXTS = "vllm_semantic_sched/lab/training/texts"
 
 
 def build_wheel(source: Path, folder: Path) -> Path:
@@ -66,16 +70,27 @@ def test_wheel_holds_the_model_weights(files: set[str]):
     assert shipped <= files
 
 
-def test_wheel_holds_the_texts_for_training(files: set[str]):
-    texts = ROOT / "vllm_semantic_sched" / "lab" / "training" / "texts"
-    shipped = {path.relative_to(ROOT).as_posix() for path in texts.rglob("*.*")}
-    assert {path.rpartition(".")[2] for path in shipped} == {"csv", "yaml"}
-    assert shipped <= files
+def test_wheel_holds_the_shared_texts_for_training_and_none_by_language(files: set[str]):
+    assert {path for path in files if path.startswith(f"{TEXTS}/")} == {
+        path.relative_to(ROOT).as_posix() for path in (ROOT / TEXTS).glob("*.*")
+    }
+    assert f"{TEXTS}/harmless.yaml" in files
+
+
+def test_sdist_holds_all_texts_and_what_builds_it():
+    # Without packing them, which takes seconds.
+    builder = SdistBuilder(str(ROOT))
+    files = {file.distribution_path for file in builder.recurse_included_files()}
+    texts = {path.relative_to(ROOT).as_posix() for path in (ROOT / TEXTS).rglob("*.*")}
+    folders = {Path(path).parent.name for path in texts}
+    assert folders == {"texts", "written", "everyday", "compositions"}
+    assert texts <= files
+    assert {"README.md", "LICENSE", "CHANGELOG.md", "scripts/setup.sh"} <= files
 
 
 def test_wheel_holds_nothing_but_the_package(files: set[str]):
     tops = {path.partition("/")[0] for path in files}
-    assert tops == {"vllm_semantic_sched", "vllm_semantic_sched-0.1.0.dist-info"}
+    assert tops == {"vllm_semantic_sched", f"vllm_semantic_sched-{__version__}.dist-info"}
     assert not any("__pycache__" in path for path in files)
 
 
@@ -98,24 +113,76 @@ def test_engine_and_torch_need_an_extra(metadata: Message):
     assert metadata["License-Expression"] == "Apache-2.0"
 
 
-def test_installed_package_finds_its_policies_by_name(wheel: Path, tmp_path: Path):
-    target = tmp_path / "installed"
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that holds the wheel's files."""
+    target = tmp_path_factory.mktemp("installed")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(target)
+    return target
+
+
+def python(installed: Path, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=installed,
+        env=os.environ | {"PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def semsched(installed: Path, *arguments: str) -> subprocess.CompletedProcess:
+    return python(installed, "-m", "vllm_semantic_sched.cli", *arguments)
+
+
+def test_installed_package_finds_its_policies_by_name(installed: Path):
     code = (
         "import vllm_semantic_sched.policy.config.files as files;"
         "print(files.__file__, files.resolve_config('ems', 'policy'), sep='\\n')"
     )
-    printed = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(target)},
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.split("\n")
-    assert printed[0].startswith(str(target))
-    assert printed[1] == str(target / "vllm_semantic_sched" / "configs" / "policies" / "ems.yaml")
+    module, policy = python(installed, "-c", code).stdout.splitlines()
+    assert module.startswith(str(installed))
+    assert policy == str(installed / "vllm_semantic_sched" / "configs" / "policies" / "ems.yaml")
+
+
+def test_installed_package_has_the_version_of_its_metadata(installed: Path, metadata: Message):
+    assert semsched(installed, "--version").stdout == f"semsched {metadata['Version']}\n"
+
+
+def test_installed_package_lists_every_policy(installed: Path):
+    listed = semsched(installed, "policy", "list").stdout
+    policies = [path.stem for path in (ROOT / "configs" / "policies").glob("*.yaml")]
+    assert policies and all(re.search(rf"\b{name}\b", listed) for name in policies)
+
+
+def test_installed_package_prints_the_command_of_a_server(installed: Path):
+    printed = semsched(installed, "serve", "MODEL", "--host-gib=0", "--dry-run")
+    assert printed.returncode == 0, printed.stderr
+    assert "--scheduler-cls vllm_semantic_sched.SemanticScheduler" in printed.stdout
+
+
+@pytest.mark.parametrize("kind", ["all", "instant"])
+def test_training_the_shipped_model_from_a_wheel_names_what_is_missing(installed: Path, kind: str):
+    stopped = semsched(installed, "train", kind, "--data=absent", "--output=model")
+    assert stopped.returncode == 1
+    (message,) = stopped.stderr.splitlines()
+    assert message.startswith(f"semsched train {kind}: an installed wheel lacks the texts")
+    assert "checkout" in message and "sdist" in message
+    assert not (installed / "model").exists()
+
+
+def test_own_labels_need_no_text_that_a_wheel_lacks(installed: Path):
+    """What `semsched train urgency` draws from the package's texts."""
+    code = (
+        "import random\n"
+        "from vllm_semantic_sched.lab.evaluation.domain import load_domain\n"
+        "from vllm_semantic_sched.lab.training import messages, mixture\n"
+        "for name in ('emergency', 'incident'):\n"
+        "    print(len(mixture.domain_examples(load_domain(name), 200, seed=1)))\n"
+        "print(bool(messages.everyday_prompt(random.Random(1))))\n"
+    )
+    assert python(installed, "-c", code).stdout.split() == ["200", "200", "True"]
 
 
 def test_metadata_package_names_the_engine_of_the_cpu_extra(tmp_path: Path):

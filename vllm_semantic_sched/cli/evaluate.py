@@ -27,6 +27,7 @@ from vllm_semantic_sched.lab.evaluation.bars import bars_missed, read_bars
 from vllm_semantic_sched.lab.evaluation.compositions import read_composed_set
 from vllm_semantic_sched.lab.evaluation.domain import Domain, load_domain
 from vllm_semantic_sched.lab.report.page import markdown
+from vllm_semantic_sched.lab.training.wording import has_texts_by_language
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.config.estimates import MissedCosts
 from vllm_semantic_sched.sim.data_folder import data_root
@@ -249,6 +250,10 @@ def _training_examples(
         return examples.read_examples(table, domain)
     if root is None:
         print("no --train and no data folder: the TF-IDF baselines are left out", file=sys.stderr)
+        return []
+    if not has_texts_by_language():
+        missing = "no --train, and wheels lack the training texts"
+        print(f"{missing}: the TF-IDF baselines are left out", file=sys.stderr)
         return []
     from vllm_semantic_sched.lab.training.mixture import Sources, training_round
 

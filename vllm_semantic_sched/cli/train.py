@@ -19,6 +19,7 @@
     semsched train instant --data DIR --output MODEL
         the instant reader of the shipped model (or `--base`), from the data folder
 
+`all` and `instant` need a checkout of the project or its sdist: wheels lack the messages.
 All but `instant` train the instant reader along with the model. `urgency` and `length` start from
 the shipped model (or `--base`), hold out a tenth of the texts by their MD5, and write the report
 that `semsched evaluate` gives on those to MODEL/report. Needs the package's extra `lab`.
@@ -37,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_semantic_sched.cli.arguments import failing_in_lab
 from vllm_semantic_sched.cli.evaluate import measure_of, report_on
 from vllm_semantic_sched.lab.evaluation.examples import read_labeled_set
+from vllm_semantic_sched.lab.training.wording import has_texts_by_language
 from vllm_semantic_sched.policy.facts.decision import decision_of
 from vllm_semantic_sched.sim.data_folder import data_root
 
@@ -151,6 +153,12 @@ def _add_model_arguments(add: Callable[..., object], base: str = "shipped") -> N
 
 
 def _data_folder(args: argparse.Namespace) -> Path:
+    """The data folder; FileNotFoundError without it, or without the package's own texts."""
+    if not has_texts_by_language():
+        raise FileNotFoundError(
+            "an installed wheel lacks the texts in 26 languages to train on; run this in a "
+            "checkout of this project or in its unpacked sdist"
+        )
     root = args.data or data_root()
     if not root:
         raise FileNotFoundError("no data folder: pass --data DIR or set SEMSCHED_DATA")
@@ -158,10 +166,10 @@ def _data_folder(args: argparse.Namespace) -> Path:
 
 
 def _train_instant(args: argparse.Namespace) -> None:
+    root = _data_folder(args)
     from vllm_semantic_sched.lab.training.train import train_instant
     from vllm_semantic_sched.predict.instant import INSTANT_FILE
 
-    root = _data_folder(args)
     train_instant(args.base, args.output, root, args.scale, seed=args.seed, threads=args.threads)
     print(f"saved to {args.output / INSTANT_FILE}")
 

@@ -14,6 +14,7 @@ from pydantic import Field
 from vllm_semantic_sched.policy.config.section import Section, parse_section
 
 _TEXTS = Path(__file__).with_name("texts")
+_BY_LANGUAGE = ("written", "everyday", "compositions")  # folders that wheels lack
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 _AGES = {"{age}": (3, 90), "{young}": (1, 12), "{old}": (55, 92)}
 
@@ -133,6 +134,11 @@ class Person(NamedTuple):
         him, his = ("him", "his") if self.male else ("her", "her")
         sentence = sentence.replace("{his}self", "{him}self")
         return fill(sentence, who=self.name, he=self.he, him=him, his=his)
+
+
+def has_texts_by_language() -> bool:
+    """Whether the texts in each language are there; wheels lack them."""
+    return all((_TEXTS / name).is_dir() for name in _BY_LANGUAGE)
 
 
 @functools.cache
