@@ -6,6 +6,7 @@ import pytest
 
 from vllm_semantic_sched.cli import main
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
+from vllm_semantic_sched.policy.profile.formula import load_profile
 from vllm_semantic_sched.predict.model import TextPredictor
 
 
@@ -22,6 +23,7 @@ class Alarm:
 
     def _one(self, words) -> Prediction:
         urgent = 0.1 + 0.6 * ("fire" in words) + 0.2 * ("big" in words)
+        urgent += 0.06 * ("[/b]" in words)
         return Prediction((urgent, 1 - urgent, 0.0), (0.5, 0.5))
 
 
@@ -42,6 +44,20 @@ def test_the_command_prints_tables(alarm, capsys) -> None:
     printed = capsys.readouterr().out
     for words in ("urgency level 0", "> 0", "[/b]", "fire", "mean 105", "50 - more", "least_cost"):
         assert words in printed, words
+
+
+def test_words_that_change_little_are_hidden_and_bars_are_probabilities(
+    alarm, monkeypatch, capsys
+) -> None:
+    assert main(["explain", "a big fire"]) == 0
+    printed = capsys.readouterr().out
+    assert f"engine profile: {load_profile('auto').source}" in " ".join(printed.split())
+    _, words = printed.split("words that speak for")
+    bars = {line.split()[0]: line.count("█") for line in words.splitlines() if "█" in line}
+    assert bars == {"fire": round(0.6 * 24), "big": round(0.2 * 24)}, "`a` changes nothing"
+    monkeypatch.setattr(Alarm, "_one", lambda self, words: Prediction((0.9, 0.1, 0.0), (0.5, 0.5)))
+    assert main(["explain", "a big fire"]) == 0
+    assert "none alone changes its probability by 0.05" in capsys.readouterr().out
 
 
 def test_levels_beyond_the_last_tier_share_it(alarm, tmp_path, monkeypatch, capsys) -> None:

@@ -63,6 +63,16 @@ def test_sleep_leaves_the_server_paused(act, capsys) -> None:
     assert "asleep: " in capsys.readouterr().out
 
 
+def test_sleep_that_the_platform_lacks_is_not_called_sleep(act, capsys, monkeypatch) -> None:
+    server = Server()
+    call = server.call
+    monkeypatch.setattr(server, "call", lambda *words, **more: call(*words, **more) | {"asleep": 0})
+    assert act(server, "sleep") == 0
+    out = capsys.readouterr().out
+    assert "no sleep mode on this platform" in out
+    assert "asleep: " not in out and out.splitlines()[-1].startswith("paused: ")
+
+
 def test_requests_that_outlast_the_patience_are_frozen(act) -> None:
     server = Server(drained=False)
     assert act(server, "pause", "--patience", "0.1") == 0

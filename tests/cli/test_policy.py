@@ -4,7 +4,9 @@ import pytest
 
 from vllm_semantic_sched.cli import arguments, main, top
 from vllm_semantic_sched.cli.console import describe_keys
+from vllm_semantic_sched.operate.client import AdminClient
 from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.config.files import shipped_names
 from vllm_semantic_sched.policy.config.section import keys_of
 from vllm_semantic_sched.sim.sections import Settings
 
@@ -50,6 +52,34 @@ def test_check_refuses_files_that_do_not_say_what_they_seem_to(
     path.write_text(text)
     assert main(["policy", "check", str(path)]) == 1
     assert words in capsys.readouterr().err
+
+
+def test_list_says_in_a_line_what_each_policy_is_for(capsys) -> None:
+    assert main(["policy", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        "sjf         Shortest job first: least remaining time by predicted output length." in lines
+    )
+    assert lines[-1].startswith("profiles: auto ")
+    for name, line in zip(shipped_names("policy"), lines[:-1], strict=True):
+        assert line.startswith(f"{name} ") and line.endswith(".") and len(line.split()) > 4
+
+
+def test_canary_status_says_that_nothing_is_counted_yet(capsys, monkeypatch) -> None:
+    tally = {"new": [], "current": []}
+    engine = {
+        "running": True,
+        "role": "turns",
+        "arm": "new",
+        "end": "",
+        "tiers": [],
+        "tallies": tally,
+    }
+    monkeypatch.setattr(AdminClient, "call", lambda *_: {"engines": [engine]})
+    assert main(["canary", "status"]) == 0
+    out = capsys.readouterr().out
+    assert "now the new policy" in out and "nothing counted yet" in out
+    assert "mean now" not in out
 
 
 def test_check_says_that_a_folder_is_one(tmp_path, capsys) -> None:

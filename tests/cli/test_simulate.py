@@ -113,6 +113,15 @@ def test_invalid_options_are_named(tmp_path, capsys, options, words) -> None:
     assert words in capsys.readouterr().err
 
 
+def test_usage_shows_what_is_needed(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "--help"])
+    usage, _, _ = capsys.readouterr().out.partition("\n\n")
+    assert "--scenario FILE|NAME --output DIR" in usage and "[--scenario" not in usage
+    assert main(["simulate"]) == 2
+    assert "needs --scenario and --output, or --keys" in capsys.readouterr().err
+
+
 def test_every_key_is_explained(capsys) -> None:
     assert main(["simulate", "--keys"]) == 0
     out = capsys.readouterr().out

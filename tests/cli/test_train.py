@@ -5,10 +5,11 @@ import json
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
-from vllm_semantic_sched.cli import main, parse
+from vllm_semantic_sched.cli import main, parse, train
 from vllm_semantic_sched.policy.facts.decision import DEFAULT_DECISION, decision_of
 
 
@@ -168,6 +169,22 @@ def test_levels_are_learned_from_csv_with_domain_labels(tmp_path, capsys, base):
     decision = TextPredictor.load(str(model)).decision
     assert decision == decision_of(settings) != DEFAULT_DECISION
     assert " of the 3 texts for the report are trained on as well" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("trained", "counted"), [(0.64, 0.92), (0.93, 0.92), (None, 0.9)])
+def test_model_worse_than_a_count_of_words_is_not_to_be_served(
+    tmp_path, capsys, monkeypatch, trained, counted
+):
+    from vllm_semantic_sched.lab.evaluation.baselines import TFIDF_LEVELS
+    from vllm_semantic_sched.lab.training import fine_tune
+
+    tuned = SimpleNamespace(tests=range(16))
+    monkeypatch.setattr(fine_tune, "train_urgency", lambda *_: tuned)
+    report = {"auc": trained, "baselines": {TFIDF_LEVELS: {"auc": counted}}}
+    monkeypatch.setattr(train, "_report", lambda *_: report)
+    assert run("urgency", "--csv", tmp_path / "t.csv", "--output", tmp_path / "m") == 0
+    warned = "AUC 0.64) than a count of their words (0.92)" in capsys.readouterr().err
+    assert warned == (trained == 0.64)
 
 
 def test_unknown_label_fails_with_its_line(tmp_path, capsys):

@@ -3,6 +3,7 @@
 import base64
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -105,7 +106,7 @@ def test_recorded_policy_is_simulated_as_it_was(log) -> None:
     answer = replay(read_log(log)[0], {})
     assert [cell.scheduler for cell in answer.cells] == [MEASURED, SAME]
     assert max(map(abs, errors(answer.cells).values())) < 0.02
-    assert "Check: " in answer.notes[0]
+    assert "Check: " in answer.checks[0]
 
 
 @pytest.mark.parametrize("name", ["ems", "tiers", "sjf"])
@@ -191,7 +192,12 @@ def test_tables_fit_100_columns_and_files_are_written(log, tmp_path, capsys) -> 
     out = capsys.readouterr().out
     body = out[: out.index("written:")]
     assert max(map(len, body.splitlines())) <= 100
-    assert "ttft_p99" in body and "ems: level 0 p99 TTFT" in body
+    heading = r"p99 time to first token, s; engine 0: 120 requests in 6\.\d\d? s"
+    assert re.search(heading, " ".join(body.split()))
+    assert "ems: level 0 p99 TTFT" in body and "ttft_p99" not in body
+    assert body.startswith("Check: "), "before the figures"
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Replay of an event log" in page and "<title>Simulation" not in page
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
         "results.csv", "results.json", "report.html",
     }  # fmt: skip

@@ -85,8 +85,9 @@ def test_answer_fits_on_a_screen(log, capsys) -> None:
     assert len(printed) <= 24 and max(map(len, printed)) <= 100
     shown = "\n".join(printed)
     for line in (
-        "    0.000 s  arrived, level 2 by thresholds (P = 0.02 0.08 0.10 0.70 0.10)",
-        "    0.500 s  read: level 2 became 3 by certain (P = 0.02 0.08 0.10 0.70 0.10; model ab12)",
+        "    0.000 s  arrived, level 2 by the expected level (P = 0.02 0.08 0.10 0.70 0.10)",
+        "    0.500 s  read: level 2 became 3 by a sure prediction (P = 0.02 0.08 0.10 0.70 0.10; "
+        "model ab12)",
         "   20.000 s  got a seat",
         "   28.000 s  preempted (urgent) for cmpl-c-0-0a1b2c3d (level 0), KV on the host",
         "   33.000 s  completed (stop), 5 tokens",
@@ -111,7 +112,7 @@ def test_long_stories_are_cut(tmp_path, capsys) -> None:
 def test_level_and_window_are_added_up(log, capsys) -> None:
     assert main(["why", "--level", "3", "--last", "10m", str(log)]) == 0
     printed = capsys.readouterr().out
-    assert "1 requests of level 3 waited 28.5 s in all" in printed
+    assert "1 request of level 3 waited 28.5 s in all" in printed
     assert "overtaken  " in printed and max(map(len, printed.splitlines())) <= 100
     assert summarize([log], None, 5.0).seconds.total() == pytest.approx(2.0 + 0.4 + 0.1)
     assert main(["why", str(log)]) == 0
@@ -125,6 +126,20 @@ def test_wait_without_recorded_causes_says_so(tmp_path) -> None:
     assert account is not None and "9.0 s not recorded" in sentence(account)
 
 
+def test_no_cause_is_shown_as_nothing(tmp_path, capsys) -> None:
+    waits = [["seat", None, 2.0], ["kv_peak", None, 0.02], ["step", None, 0.004]]
+    lines = [STORY[0], event(2.024, "x", "queued", "running", 3, waited=waits)]
+    path = tmp_path / "events.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    account = account_of([path], "cmpl-x")
+    assert account is not None
+    assert sentence(account).endswith("waited 2.0 s: 2.0 s no seat.")
+    assert main(["why", "--level", "3", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "1 request of level 3 waited 2.0 s in all" in printed
+    assert "20 ms" in printed and "4 ms" in printed and "0.0" not in printed
+
+
 def test_unknown_request_and_missing_log_fail(log, capsys) -> None:
     assert main(["why", "cmpl-no", str(log)]) == 2
     assert main(["why", "cmpl-x", str(log.with_name("no.jsonl"))]) == 1
@@ -132,7 +147,7 @@ def test_unknown_request_and_missing_log_fail(log, capsys) -> None:
     assert main(["why", "/no/file"]) == 2
     assert "no event log at /no/file" in capsys.readouterr().err
     assert main(["why", "--level", "9", str(log)]) == 2
-    assert "no request of level 9" in capsys.readouterr().err
+    assert "no request of level 9 in the log; it has levels 0, 2, 3" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["why", "--last", "soon", str(log)])
 
@@ -163,7 +178,7 @@ def test_timeline_shows_the_floor_of_a_session_and_its_evidence(tmp_path) -> Non
     (_, arrived), (_, read) = timeline(account)
     assert arrived == f"arrived, level 0 by session, {evidence}"
     shares = "0.02 0.08 0.10 0.70 0.10"
-    assert read == f"read: level 0 became 3 by certain (P = {shares}), {evidence}"
+    assert read == f"read: level 0 became 3 by a sure prediction (P = {shares}), {evidence}"
     other = account_of([path], "cmpl-y")
     assert other is not None
     assert timeline(other)[0][1] == "arrived, level 2 by default, turn 1 of its session"

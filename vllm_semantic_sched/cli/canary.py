@@ -111,6 +111,12 @@ def _print_table(engines: list[dict[str, Any]]) -> None:
                 *kept,
             )
         )
+    if not rows:
+        print(
+            "nothing counted yet: requests count when they have ended, and not if they arrived in "
+            "the first fifth of a turn"
+        )
+        return
     words = ("tier", "measure")
     figures = ("requests", "mean now, s", "new", "ratio, 95 %", "kept now", "new")
     print_table(

@@ -25,6 +25,7 @@ from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.policy.profile.formula import load_profile
 
 _WORDS_SHOWN = 12
+_LEAST_SHOWN = 0.05  # of probability that a word changes
 _BAR = 24  # characters for a probability of 1
 
 
@@ -60,14 +61,15 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(dataclasses.asdict(explanation), indent=2, ensure_ascii=False))
     else:
-        _show(make_console(), explanation)
+        _show(make_console(), explanation, profile.source)
 
 
-def _show(console: Console, explanation: Explanation) -> None:
+def _show(console: Console, explanation: Explanation, engine: str) -> None:
     console.print(
         f"[bold]urgency level {explanation.level}{_named(explanation)}[/] (0 is the most urgent), "
         f"about {explanation.remaining_seconds:.3g} s of engine time"
     )
+    console.print(f"engine profile: {engine}", markup=False)
     for note in explanation.notes:
         console.print(f"[yellow]{note}[/]")
     if explanation.shortened:
@@ -113,15 +115,18 @@ def _show_words(console: Console, explanation: Explanation) -> None:
     if explanation.occluded != explanation.word_count:
         half = explanation.occluded // 2
         title += f", of the first and last {half} of {explanation.word_count}"
+    shown = [word for word in explanation.words if abs(word.probability) >= _LEAST_SHOWN]
+    if not shown:
+        console.print(f"{title}: none alone changes its probability by {_LEAST_SHOWN}")
+        return
     console.print(title)
-    heaviest = abs(explanation.words[0].log_odds) or 1.0
     table = _table("word", "log-odds", "probability", words=1)
-    for weight in explanation.words[:_WORDS_SHOWN]:
+    for weight in shown[:_WORDS_SHOWN]:
         table.add_row(
             Text(weight.word),  # a word in brackets is not markup
             f"{weight.log_odds:+.2f}",
             f"{weight.probability:+.3f}",
-            _bar(abs(weight.log_odds) / heaviest),
+            _bar(abs(weight.probability)),
         )
     console.print(table)
 

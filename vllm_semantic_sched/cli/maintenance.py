@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_semantic_sched.cli.arguments import Failure, add_server_arguments
 from vllm_semantic_sched.operate.client import AdminClient, AdminError, abandon_pause
@@ -83,11 +83,17 @@ def run(args: argparse.Namespace) -> None:
         _pause(server, args)
         if action != "pause":
             with _interrupts_held():
-                seconds = _change(server, args, found_paused)
+                change = _change(server, args, found_paused)
                 asleep = action == "sleep"
+            phase = "resumed"
             if not asleep:
-                print(f"{action}: done in {seconds:.1f} s")
-            _report(server, "asleep" if asleep else "resumed")
+                print(f"{action}: done in {change.seconds:.1f} s")
+            elif change.answer.get("asleep") == 0:
+                print("sleep: vLLM has no sleep mode on this platform, no memory was released")
+                phase = "paused"
+            else:
+                phase = "asleep"
+            _report(server, phase)
     except KeyboardInterrupt:
         # A server must not stay paused because this command was ended.
         if ends_pause and not asleep:
@@ -127,9 +133,16 @@ def _pause(server: AdminClient, args: argparse.Namespace) -> None:
     _report(server, "paused")
 
 
-def _change(server: AdminClient, args: argparse.Namespace, found_paused: bool) -> float:
-    """Change the model of the paused server, and resume it unless it goes to sleep. Returns the
-    seconds that the change took. If it failed, the server resumes unless it may hold a mix of
+class _Change(NamedTuple):
+    """A change that was made."""
+
+    seconds: float  # that it took
+    answer: dict[str, Any]  # of the server
+
+
+def _change(server: AdminClient, args: argparse.Namespace, found_paused: bool) -> _Change:
+    """Change the model of the paused server, and resume it unless it goes to sleep. If it failed,
+    the server resumes unless it may hold a mix of
     weights, or was paused before."""
     start = time.monotonic()
     # Both caches may hold results of the old weights: adapters are known by name alone.
@@ -140,15 +153,16 @@ def _change(server: AdminClient, args: argparse.Namespace, found_paused: bool) -
             server.post("/caches/drop")
         changing = True
         if args.action == "sleep":
-            server.post("/sleep", level=args.level)
+            answer = server.post("/sleep", level=args.level)
         elif args.action == "reload-weights":
-            server.post("/weights/reload")
+            answer = server.post("/weights/reload")
         else:
             adapter = {"lora_name": args.lora_name}
             if args.action == "load-lora":
                 path = str(args.lora_path.resolve())
                 adapter |= {"lora_path": path, "load_inplace": args.in_place}
-            server.call(f"/{args.action.replace('-', '_')}_adapter", adapter, prefix="/v1")
+            route = f"/{args.action.replace('-', '_')}_adapter"
+            answer = server.call(route, adapter, prefix="/v1")
     except AdminError as error:
         if replaces and changing:
             raise AdminError(
@@ -165,7 +179,7 @@ def _change(server: AdminClient, args: argparse.Namespace, found_paused: bool) -
     seconds = time.monotonic() - start
     if args.action != "sleep":
         server.post("/resume")
-    return seconds
+    return _Change(seconds, answer)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from vllm_semantic_sched.cli.arguments import Failure, add_server_arguments, fai
 from vllm_semantic_sched.cli.console import describe_keys
 from vllm_semantic_sched.operate.client import AdminClient, AdminError, send_hangup
 from vllm_semantic_sched.policy.config import AUTO, Policy, load_policy
-from vllm_semantic_sched.policy.config.files import resolve_config, shipped_names
+from vllm_semantic_sched.policy.config.files import resolve_config, shipped_names, summary_of
 from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.profile.formula import load_profile
 
@@ -14,7 +14,7 @@ from vllm_semantic_sched.policy.profile.formula import load_profile
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the actions list, keys, check, show and reload."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    actions.add_parser("list", help="names of the shipped policies and engine profiles")
+    actions.add_parser("list", help="the shipped policies, and names of engine profiles")
     actions.add_parser("keys", help="every key of a policy file with default and meaning")
     for name, text in (("check", "check a policy"), ("show", "print a policy file")):
         action = actions.add_parser(name, help=text)
@@ -36,7 +36,10 @@ def run(args: argparse.Namespace) -> None:
     if args.action == "reload":
         _reload(args)
     elif args.action == "list":
-        print("policies:", *shipped_names("policy"))
+        names = shipped_names("policy")
+        width = max(map(len, names))
+        for name in names:
+            print(f"{name:{width}}  {summary_of(name, 'policy')}")
         print("profiles:", AUTO, *shipped_names("profile"))
     elif args.action == "keys":
         print(describe_keys(Policy), end="")

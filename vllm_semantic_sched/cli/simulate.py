@@ -30,6 +30,10 @@ _ALWAYS_SHOWN = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the scenario, its changes, the metric shown and the folder for the results."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = (
+        "semsched simulate --scenario FILE|NAME --output DIR [options]\n"
+        "       semsched simulate --keys"
+    )
     parser.epilog = (
         textwrap.fill(f"shipped scenarios: {', '.join(shipped_names('scenario'))}", 96)
         + "\n\nexamples:\n  semsched simulate --scenario paper-table1 --output results --workers 2"
@@ -73,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _scenarios(args: argparse.Namespace) -> Sequence[Scenario]:
     if args.scenario is None or args.output is None:
-        raise arguments.Failure("needs --scenario and --output", 2)
+        raise arguments.Failure("needs --scenario and --output, or --keys", 2)
     if args.metric not in METRICS:
         raise arguments.Failure(f"--metric {args.metric}: unknown; valid: {', '.join(METRICS)}", 2)
     scenarios = load_scenarios(args.scenario, arguments.parse_changes(args.set))

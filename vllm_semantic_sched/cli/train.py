@@ -22,7 +22,8 @@
 `all` and `instant` need a checkout of the project or its sdist: wheels lack the messages.
 All but `instant` train the instant reader along with the model. `urgency` and `length` start from
 the shipped model (or `--base`), hold out a tenth of the texts by their MD5, and write the report
-that `semsched evaluate` gives on those to MODEL/report. Needs the package's extra `lab`.
+that `semsched evaluate` gives on those to MODEL/report; `urgency` warns if a count of words does
+better. Needs the package's extra `lab`.
 """
 
 from __future__ import annotations
@@ -184,9 +185,20 @@ def _train_all(args: argparse.Namespace) -> None:
 
 
 def _train_urgency(args: argparse.Namespace) -> None:
+    from vllm_semantic_sched.lab.evaluation.baselines import TFIDF_LEVELS
     from vllm_semantic_sched.lab.training.fine_tune import train_urgency
 
-    _report(args, train_urgency(_options(args), args.domain, args.csv, args.examples, args.test))
+    tuned = train_urgency(_options(args), args.domain, args.csv, args.examples, args.test)
+    report = _report(args, tuned)
+    counting = report["baselines"].get(TFIDF_LEVELS, {}).get("auc")
+    trained = report["auc"]
+    if trained is not None and counting is not None and trained < counting:
+        print(
+            f"semsched train: warning: on {len(tuned.tests)} held-out texts the model tells urgent "
+            f"ones worse (AUC {trained:.2f}) than a count of their words ({counting:.2f}): do not "
+            "serve it; train on more texts or for more --epochs",
+            file=sys.stderr,
+        )
 
 
 def _train_length(args: argparse.Namespace) -> None:

@@ -13,7 +13,6 @@ from vllm_semantic_sched.cli.console import make_console, print_table, save_page
 from vllm_semantic_sched.lab.report import runs
 from vllm_semantic_sched.lab.report.content import number_text
 from vllm_semantic_sched.policy.config import load_policy
-from vllm_semantic_sched.sim import metrics
 from vllm_semantic_sched.sim.runner import Cell
 
 _MOST_POLICIES = 5  # in a table of 100 columns
@@ -37,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @simulating()
 def run(args: argparse.Namespace) -> None:
-    """Print two tables, a sentence per policy and what the figures do not say; 1 if a file cannot
+    """Print how far to trust the replay, two tables, a sentence per policy and what the figures do
+    not say; 1 if a file cannot
     be read or written, 2 if the log or a policy is unusable."""
     from vllm_semantic_sched.lab.whatif import METRICS, read_log, replay
 
@@ -48,18 +48,21 @@ def run(args: argparse.Namespace) -> None:
     for number, log in sorted(read_log(args.log).items()):
         answer = replay(log, policies)
         seconds = log.requests[-1].request.arrival - log.requests[0].request.arrival
-        title = f"engine {number}: {len(log.requests)} requests in {seconds:.0f} s"
-        for metric in METRICS:
-            _print_table(answer.cells, metric, title)
+        title = f"engine {number}: {len(log.requests)} requests in {seconds:.3g} s"
+        console.print("\n".join(answer.checks), soft_wrap=False, width=100)
+        for metric, name in METRICS.items():
+            _print_table(answer.cells, metric, f"{name}, s; {title}")
         lines = [*answer.verdicts, *answer.notes]
         console.print("\n".join(lines), soft_wrap=False, width=100)
         if args.output is not None:
             folder = args.output / f"engine-{number}" if number else args.output
             folder.mkdir(parents=True, exist_ok=True)
-            about = {"description": f"{title}. {' '.join(lines)}"}
+            about = {"description": f"{title}. {' '.join([*answer.checks, *lines])}"}
             settings = answer.settings.model_copy(update=about)
             written = runs.write_results(folder, settings, answer.cells)
-            written += save_page(runs.simulation_page(settings, answer.cells, METRICS[0]), folder)
+            first, *_ = METRICS
+            page = runs.simulation_page(settings, answer.cells, first, "Replay of an event log")
+            written += save_page(page, folder)
             console.print("written: " + " ".join(map(str, written)), soft_wrap=True)
 
 
@@ -71,4 +74,4 @@ def _print_table(cells: Sequence[Cell], metric: str, title: str) -> None:
         count = runs.metric_values(cells, level, "count")[0]
         figures = [count, *runs.metric_values(cells, level, metric)]
         rows.append([level, *map(number_text, figures)])
-    print_table(f"{metric}: {metrics.METRICS[metric]}; {title}", columns, rows)
+    print_table(title, columns, rows)

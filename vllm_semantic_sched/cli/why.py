@@ -75,12 +75,19 @@ def _print_account(account: why.Account) -> None:
 
 def _print_summary(summary: why.Summary, level: int | None) -> None:
     if not summary.requests:
-        raise Failure(f"no request{'' if level is None else f' of level {level}'} in the log", 2)
+        if not summary.levels:
+            raise Failure("no request in the log, or in that part of it", 2)
+        levels = ", ".join(map(str, sorted(summary.levels)))
+        raise Failure(f"no request of level {level} in the log; it has levels {levels}", 2)
     total = summary.seconds.total()
     of_level = "" if level is None else f" of level {level}"
-    print(f"{len(summary.requests)} requests{of_level} waited {total:.1f} s in all")
+    count = len(summary.requests)
+    requests = "1 request" if count == 1 else f"{count} requests"
+    print(f"{requests}{of_level} waited {why.seconds_text(total)} in all")
     rows = []
     for text, seconds in summary.seconds.most_common():
         longest, request = summary.longest[text]
-        rows.append([text, f"{seconds:.1f}", summary.counts[text], f"{longest:.1f}", request])
-    print_table("", ("why", "seconds", "times", "longest", "request"), rows)
+        times = summary.counts[text]
+        rows.append([text, why.seconds_text(seconds), times, why.seconds_text(longest), request])
+    if rows:
+        print_table("", ("why", "time", "times", "longest", "request"), rows)

@@ -34,8 +34,8 @@ MEASURED = "measured"
 """Name of the cell with what was measured under the recorded policy."""
 SAME = "simulated"
 """Name of the cell with the simulation under the recorded policy."""
-METRICS = ("ttft_p99", "e2e_mean")
-"""The metrics that are shown by level."""
+METRICS = {"ttft_p99": "p99 time to first token", "e2e_mean": "mean latency"}
+"""The metrics that are shown by level, and what they are called."""
 LARGEST_ERROR = 0.15
 """Median error of the recorded policy's metrics beyond which no figure is to be trusted."""
 
@@ -158,10 +158,12 @@ def _recorded(arrival: dict[str, Any], end: dict[str, Any]) -> Recorded:
 @dataclass(frozen=True)
 class WhatIf:
     """A cell for `MEASURED`, `SAME` and each other policy; the settings under which `SAME` was
-    simulated; a sentence about each other policy; and what the figures do not say."""
+    simulated; how far to trust the figures; a sentence about each other policy; and what the
+    figures do not say."""
 
     cells: list[Cell]
     settings: Settings
+    checks: list[str]
     verdicts: list[str]
     notes: list[str]
 
@@ -191,7 +193,13 @@ def replay(log: EngineLog, policies: dict[str, Policy]) -> WhatIf:
         task = Task(_scenario(log, name, policy, profile), name, 0, _given(log, policy))
         cells += cells_of([task], [run_task(task)])
         verdicts.append(_verdict(cells[0], cells[-1], task.scenario.slos(name)))
-    return WhatIf(cells, recorded.settings, verdicts, list(_doubts(log, policies, fitted, cells)))
+    return WhatIf(
+        cells,
+        recorded.settings,
+        checks=list(_check(errors(cells))),
+        verdicts=verdicts,
+        notes=list(_doubts(log, policies, fitted, cells)),
+    )
 
 
 def errors(cells: Sequence[Cell]) -> dict[tuple[str, str], float]:
@@ -268,7 +276,6 @@ def _doubts(
     log: EngineLog, policies: dict[str, Policy], fitted: bool, cells: Sequence[Cell]
 ) -> Iterator[str]:
     """What the figures do not say, most important first."""
-    yield from _check(errors(cells))
     yield (
         "Compared with vLLM on an emulated GPU, predictions for other policies were off by at most "
         "3 % for mean latency, and by at most a third for p99 TTFT "
@@ -307,12 +314,17 @@ def _check(relative_errors: dict[tuple[str, str], float]) -> Iterator[str]:
     level, metric = max(relative_errors, key=lambda key: abs(relative_errors[key]))
     largest = abs(relative_errors[level, metric])
     median = statistics.median(map(abs, relative_errors.values()))
+    where = f"{_level_name(level)}, {METRICS[metric]}"
     yield (
         "Check: simulated under its own policy, the recorded load differs from the measured "
-        f"one by {median:.0%} in the median, at most {largest:.0%} (level {level}, {metric})."
+        f"one by {median:.0%} in the median, at most {largest:.0%} ({where})."
     )
     if median > LARGEST_ERROR:
         yield f"That is more than {LARGEST_ERROR:.0%}: the results below are unreliable."
+
+
+def _level_name(level: str) -> str:
+    return "all levels" if level == ALL else f"level {level}"
 
 
 def _verdict(measured: Cell, cell: Cell, slos: Sequence[Slo]) -> str:

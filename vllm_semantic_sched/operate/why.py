@@ -18,7 +18,7 @@ Event = dict[str, Any]
 _PHRASES = {
     "seat": "no seat",
     "kv": "KV short",
-    "kv_peak": "KV that running requests will need",
+    "kv_peak": "KV kept for running requests",
     "tokens": "the step was full",
     "step": "until the next step",
     "paused": "engine paused",
@@ -32,6 +32,7 @@ NOT_RECORDED = _PHRASES["unknown"]  # the words for a part of a wait without a c
 
 _ROOM = ("seat", "kv", "kv_peak", "tokens")  # others have what it waits for
 _TICK = 0.001  # seconds that do not count
+_SHORT = 0.05  # seconds, shown as 0.0 s; a cause of less is left out beside others
 _UNSURE = 0.05  # seconds between an event and its line, on a busy machine
 
 
@@ -195,8 +196,16 @@ def sentence(account: Account) -> str:
     who = f"{account.request} (level {account.last['level']}, {account.last['tier']})"
     if account.waited < _TICK:
         return f"{who} did not wait."
-    causes = ", ".join(f"{seconds:.1f} s {text}" for text, seconds in grouped(account.delays))
-    return f"{who} waited {account.waited:.1f} s: {causes}{_who_was_served(account)}."
+    parts = grouped(account.delays)
+    shown = [part for part in parts if part[1] >= _SHORT] or parts[:1]
+    causes = ", ".join(f"{seconds_text(seconds)} {text}" for text, seconds in shown)
+    waited = seconds_text(account.waited)
+    return f"{who} waited {waited}: {causes}{_who_was_served(account)}."
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds with one decimal; milliseconds where that would be 0.0."""
+    return f"{seconds:.1f} s" if seconds >= _SHORT else f"{seconds * 1000:.0f} ms"
 
 
 def grouped(delays: Iterable[Delay]) -> list[tuple[str, float]]:
@@ -256,7 +265,7 @@ def _who_was_served(account: Account) -> str:
     requests = "1 request" if count == 1 else f"{count} requests"
     return (
         f". Meanwhile seats went to {requests} of {levels}; after {request} (level {level}) it "
-        f"took longest until the next one, {seconds:.1f} s"
+        f"took longest until the next one, {seconds_text(seconds)}"
     )
 
 
@@ -295,10 +304,23 @@ def _words(event: Event) -> str:
     return f"lost the host copy of its KV ({reason})"
 
 
+_RULES = {
+    "hint": "the client's hint",
+    "priority": "the client's priority",
+    "service_tier": "its service tier",
+    "tenant_top": "its tenant's share of level 0",
+    "certain": "a sure prediction",
+    "possible": "a possible emergency",
+    "thresholds": "the expected level",
+    "least_cost": "the least expected cost",
+    "most_likely": "the likeliest level",
+}
+
+
 def _rule(event: Event) -> str:
     if "rule" not in event:
         return ""
-    rule = event["rule"].replace("_", " ")
+    rule = _RULES.get(event["rule"], event["rule"])
     shares = " ".join(f"{share:.2f}" for share in event.get("urgency", ()))
     model = f"; model {event['model']}" if "model" in event else ""
     reading = f" (P = {shares}{model})" if shares else ""
@@ -327,6 +349,7 @@ class Summary:
     """What the requests of a level waited for in a window: seconds and number of requests by cause,
     and the requests that others were preempted or held for."""
 
+    levels: set[int] = field(default_factory=set)  # of all requests in the window
     requests: set[tuple[int, str]] = field(default_factory=set)
     seconds: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
@@ -346,7 +369,10 @@ def summarize(logs: Sequence[Path], level: int | None, last: float | None) -> Su
             delays, _ = following.setdefault(key, Waits()).follow(event)
             if event["state"] in END_STATES:
                 del following[key]
-            if float(event["time"]) < since or level not in (None, int(event["level"])):
+            if float(event["time"]) < since:
+                continue
+            summary.levels.add(int(event["level"]))
+            if level not in (None, int(event["level"])):
                 continue
             summary.requests.add(key)
             for text, seconds in grouped(map(_alone, delays)):

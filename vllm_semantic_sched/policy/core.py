@@ -176,7 +176,7 @@ class SchedulingCore:
         self.seating.inversions = inversions
         self.lifecycle.later_listeners.append(inversions)
 
-    def read_hints(self, extra_args: Any, priority: Any) -> Hint:
+    def read_hints(self, extra_args: Any, priority: Any, tenant: str = ANONYMOUS) -> Hint:
         """See `estimates.decision.read_hints`."""
         return read_hints(
             extra_args,
@@ -185,6 +185,7 @@ class SchedulingCore:
             self.policy_ref.policy.levels,
             self.policy_ref.policy.default_level,
             self.policy_ref.policy.service_tiers,
+            tenant,
         )
 
     def draft(

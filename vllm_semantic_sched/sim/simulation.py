@@ -164,7 +164,7 @@ class Simulation:
         if stated is None and settings.workload.hints:
             stated = request.level
         extra_args = {} if stated is None else {"urgency": stated}
-        hint = any_core.read_hints(extra_args, priority=0)
+        hint = any_core.read_hints(extra_args, priority=0, tenant=request.tenant)
         reads = policy.reads(hinted=hint.level is not None)
         prediction = self.predictions.by_request[index] if reads else None
         awaits = prediction is not None

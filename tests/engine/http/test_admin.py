@@ -258,10 +258,11 @@ def test_operator_raises_a_waiting_request_by_its_clients_id(server, capsys) -> 
     wait_until(lambda: page_value(server, raised, change="raised") == 1)
 
 
-def test_sleep_and_wake_keep_the_queue(server) -> None:
+def test_sleep_and_wake_keep_the_queue(server, capsys) -> None:
     """The CPU platform frees no memory, but the sequence of actions is the same."""
     with ManyRequests(server, SHORT_STORY_TOKENS):
         assert command(server, "maintenance", "--action", "sleep") == 0
+        assert "no sleep mode on this platform" in capsys.readouterr().out
         assert admin(server).status()[0]["paused"]
         assert command(server, "maintenance", "--action", "wake") == 0
 

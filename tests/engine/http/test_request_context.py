@@ -247,6 +247,36 @@ def test_answer_names_the_service_tier_that_served_it(body, given, served) -> No
     assert int(headers[b"content-length"]) == len(part["body"])
 
 
+@pytest.mark.parametrize(
+    ("headers", "more", "level"),
+    [
+        ((), {}, b"1; "),
+        (HEADER, {}, b"0; "),
+        ((), {"user": "gateway"}, b"0; "),  # nothing better is known
+        (((b"x-semsched-tenant", b"web"),), {"user": "gateway"}, b"1; "),
+        (((b"x-semsched-tenant", b""),), {"user": "gateway"}, b"1; "),
+        (HEADER, {"user": "web"}, b"0; "),
+    ],
+)
+@pytest.mark.parametrize(
+    "claim", [{"vllm_xargs": {"urgency": 0}}, {"priority": -1}, {"service_tier": "priority"}]
+)
+def test_level_that_a_client_can_claim_is_that_of_its_tenant(claim, headers, more, level) -> None:
+    hints = {
+        "urgency": "cap",
+        "priority": "cap",
+        "most_urgent_level": 1,
+        "most_urgent_level_of": {"gateway": 0},
+    }
+    server = Server({**TIERS, "hints": hints})
+    server.post({**claim, **more}, headers, app="answer")
+    headers = dict(server.sent[0]["headers"])
+    assert headers[b"x-semsched-level"].startswith(level)
+    if "service_tier" in claim:
+        served = b"priority" if level == b"0; " else b"default"
+        assert headers[b"x-semsched-service-tier"] == served
+
+
 @pytest.mark.parametrize("answer", [ChatCompletionResponse, CompletionResponse])
 def test_vllms_own_answers_name_it(answer) -> None:
     usage = UsageInfo(prompt_tokens=1, total_tokens=1)

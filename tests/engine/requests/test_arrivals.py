@@ -216,6 +216,33 @@ def test_any_client_value_gives_a_short_name_or_none(sent, tenant) -> None:
     assert read_tenant(sent) == tenant
 
 
+def trusting_one(scheduler) -> None:
+    """Let the tenant cad claim level 0, and all others level 1."""
+    policy = scheduler.core.policy
+    limits = {"urgency": "cap", "most_urgent_level": 1, "most_urgent_level_of": {"cad": 0}}
+    new = policy.model_copy(update={"hints": policy.hints.model_copy(update=limits)})
+    scheduler.core.switch(new, scheduler.core.profile)
+
+
+def test_level_that_a_request_may_claim_is_its_tenants(scheduler) -> None:
+    trusting_one(scheduler)
+    for name, tenant in (("a", "cad"), ("b", "web"), ("c", None)):
+        extra_args = {"urgency": 0} if tenant is None else {"urgency": 0, "tenant": tenant}
+        scheduler.add_request(preprocess(scheduler, name, extra_args=extra_args))
+    assert [scheduler.jobs[name].level for name in "abc"] == [0, 1, 1]
+
+
+def test_later_input_of_a_session_cannot_name_another_tenant(scheduler) -> None:
+    trusting_one(scheduler)
+    first = preprocess(scheduler, "a", extra_args={"urgency": 2, "tenant": "web"}, resumable=True)
+    scheduler.add_request(first)
+    job = scheduler.jobs["a"]
+    more = make_request("a", urgency=0)
+    more.sampling_params.extra_args["tenant"] = "cad"
+    scheduler.arrivals.turn(job, more)
+    assert job.level == 1
+
+
 def test_policy_fcfs_reads_nothing() -> None:
     scheduler = build_scheduler(SemanticScheduler, semantic_sched={"policy": "fcfs"})
     assert not hasattr(preprocess(scheduler, "a"), "semsched_arrival")

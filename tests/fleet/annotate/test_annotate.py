@@ -68,18 +68,30 @@ def test_error_gives_the_defaults_and_is_logged_once(monkeypatch, caplog) -> Non
     assert sum("annotate failed" in one.message for one in caplog.records) == 1
 
 
-def post(annotator, *bodies: bytes, reader=None):
+def post(annotator, *bodies: bytes, reader=None, headers=None):
     async def all_of_them():
         async with TestServer(make_app(annotator, reader)) as server, ClientSession() as session:
             answers = []
             for body in bodies:
-                async with session.post(server.make_url("/annotate"), data=body) as answer:
+                url = server.make_url("/annotate")
+                async with session.post(url, data=body, headers=headers) as answer:
                     answers.append((answer.status, await answer.text()))
             async with session.get(server.make_url("/health")) as answer:
                 assert answer.status == 200
             return answers
 
     return asyncio.run(all_of_them())
+
+
+@pytest.mark.parametrize(("header", "level"), [(None, 0), ("web", 1), ("cad", 0)])
+def test_gateway_names_the_tenant_whose_limit_holds(header, level) -> None:
+    hints = {"urgency": "cap", "most_urgent_level": 1, "most_urgent_level_of": {"cad": 0}}
+    body = json.dumps({"text": CALM, "vllm_xargs": {"urgency": 0, "tenant": "cad"}}).encode()
+    headers = {} if header is None else {"X-Semsched-Tenant": header}
+    [(status, answer)] = post(
+        Annotator(parse_policy({"hints": hints}), None), body, headers=headers
+    )
+    assert (status, json.loads(answer)["level"]) == (200, level)
 
 
 class Predictor:

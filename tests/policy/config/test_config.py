@@ -46,6 +46,26 @@ def test_documented_policies_are_shipped() -> None:
         ({"tiers": [{"name": "a"}]}, ["1 entries", "levels: 5"]),
         ({"hints": {"urgency": "cap"}}, ["hints.urgency", "most_urgent_level", "1 to 4"]),
         ({"hints": {"priority": "cap"}}, ["hints.priority", "most_urgent_level"]),
+        (
+            {"hints": {"urgency": "cap", "most_urgent_level_of": {"cad": 0}}},
+            ["hints.urgency: cap has no effect"],
+        ),
+        (
+            {"hints": {"urgency": "cap", "most_urgent_level_of": {"batch": 5}}},
+            ["hints.most_urgent_level_of.batch: 5 is not a level", "0 to 4"],
+        ),
+        (
+            {"hints": {"urgency": "cap", "most_urgent_level_of": {"batch": -1}}},
+            ["hints.most_urgent_level_of.batch", "-1"],
+        ),
+        (
+            {"hints": {"urgency": "cap", "most_urgent_level_of": {" batch": 1}}},
+            ["no tenant has the name ' batch'"],
+        ),
+        (
+            {"hints": {"most_urgent_level_of": {"batch": 1}}},
+            ["hints.most_urgent_level_of: without effect"],
+        ),
         ([1, 2], ["mapping"]),
         ("text", ["mapping"]),
     ],
@@ -98,7 +118,9 @@ def test_every_key_is_documented_with_its_default() -> None:
             leaf
             for key, value in values.items()
             for leaf in (
-                leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key}
+                leaves(value, f"{prefix}{key}.")
+                if isinstance(value, dict) and value  # an empty mapping is a default
+                else {prefix + key}
             )
         }
 

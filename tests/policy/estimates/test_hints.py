@@ -89,7 +89,34 @@ def test_policy_can_cap_or_ignore_hints() -> None:
     )
 
 
-def read_tier(extra_args, priority=0, policy=TIERS):
+DISPATCH = TIERS.model_copy(
+    update={
+        "hints": parse_policy(
+            {
+                "hints": {
+                    "urgency": "cap",
+                    "priority": "cap",
+                    "most_urgent_level": 1,
+                    "most_urgent_level_of": {"cad": 0, "batch": 2},
+                }
+            }
+        ).hints
+    }
+)
+
+
+@pytest.mark.parametrize(("tenant", "level"), [("cad", 0), ("batch", 2), ("CAD", 1), ("", 1)])
+@pytest.mark.parametrize(
+    ("extra_args", "priority"), [({"urgency": 0}, 0), ({}, -1), ({"service_tier": "priority"}, 0)]
+)
+def test_tenant_can_have_its_own_most_urgent_level(tenant, level, extra_args, priority) -> None:
+    hint = read_tier(extra_args, priority, DISPATCH, tenant)
+    assert hint.level == level
+    less_urgent = read_tier({"urgency": 2}, 0, DISPATCH, tenant)
+    assert less_urgent.level == 2, "a limit raises nothing"
+
+
+def read_tier(extra_args, priority=0, policy=TIERS, tenant=""):
     return read_hints(
         extra_args,
         priority,
@@ -97,6 +124,7 @@ def read_tier(extra_args, priority=0, policy=TIERS):
         policy.levels,
         policy.default_level,
         policy.service_tiers,
+        tenant,
     )
 
 

@@ -75,10 +75,11 @@ def show_paused(paused: bool) -> None:
 @router.post("/sleep")
 async def sleep(request: Request, level: Annotated[Literal[1, 2], Body(embed=True)] = 1) -> Reply:
     """Release the accelerator's memory (vLLM's sleep mode); call `pause` first. Frozen requests and
-    host copies of KV are recomputed after waking."""
+    host copies of KV are recomputed after waking. `asleep` is 0 where the platform has no sleep
+    mode: then the server is only paused."""
     await engine_of(request).sleep(level=level, mode="keep")
     _lease(request.app, None, paused=True)  # it sleeps until it is woken
-    return {"asleep": level}
+    return {"asleep": level if vllm_api.has_sleep_mode() else 0}
 
 
 @router.post("/wake")

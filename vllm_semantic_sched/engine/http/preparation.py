@@ -19,9 +19,11 @@ from vllm_semantic_sched.engine.http.request_context import (
     RequestContext,
     incoming,
     state_of,
+    tenant_arguments,
     with_argument,
 )
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
+from vllm_semantic_sched.engine.requests.arrivals import read_tenant
 from vllm_semantic_sched.engine.startup.settings import load_settings
 from vllm_semantic_sched.engine.vllm_api import other_scheduler
 from vllm_semantic_sched.policy.config import Policy
@@ -88,16 +90,20 @@ class PreviewRules:
         reads = policy.reads(hinted=False) and predictor.has_instant_reader
         return cls(policy, InstantReader.load(predictor.model) if reads else None)
 
-    def preview(self, body: bytes | None, priority: int | None = None) -> RequestPreview:
+    def preview(
+        self, body: bytes | None, priority: int | None = None, tenant: str | None = None
+    ) -> RequestPreview:
         """Read an OpenAI request: as without any field if the body is no JSON object, or None: too
-        large to parse twice. `priority`: of vLLM's header, which overrides the body's."""
+        large to parse twice. `priority` and `tenant`: of the headers, which override the body's."""
         request = None
         with contextlib.suppress(ValueError, RecursionError):
             request = json.loads(body or b"")
-        return self.preview_of(request if isinstance(request, dict) else {}, priority)
+        return self.preview_of(request if isinstance(request, dict) else {}, priority, tenant)
 
-    def preview_of(self, request: dict[str, Any], priority: int | None = None) -> RequestPreview:
-        """Read an OpenAI request, as parsed."""
+    def preview_of(
+        self, request: dict[str, Any], priority: int | None = None, tenant: str | None = None
+    ) -> RequestPreview:
+        """Read an OpenAI request, as parsed; see `preview`."""
         policy = self.policy
         user = request.get("user")
         if priority is None:
@@ -111,6 +117,7 @@ class PreviewRules:
             policy.levels,
             policy.default_level,
             policy.service_tiers,
+            tenant_of(request, tenant),
         )
         texts, has_media = read_user(request)
         reading = None
@@ -134,7 +141,7 @@ class PreviewRules:
             has_media=has_media,
             hints=hints,
             service_tier=service_tier,
-            served_tier=None if service_tier is None else served_tier(service_tier, hint),
+            served_tier=served_tier(service_tier, hint, policy),
         )
 
 
@@ -150,9 +157,18 @@ def stated_tier(request: dict[str, Any], policy: Policy) -> str | None:
     return stated if isinstance(stated, str) else None
 
 
-def served_tier(stated: str, hint: Hint) -> str:
-    """The tier that an answer names: the stated one if the level is that tier's."""
-    return stated if hint.source is LevelSource.SERVICE_TIER and stated != "auto" else "default"
+def tenant_of(request: dict[str, Any], header: str | None) -> str:
+    """The tenant of an OpenAI request, as the engine will read it."""
+    return read_tenant(tenant_arguments(request.get("vllm_xargs"), request.get("user"), header))
+
+
+def served_tier(stated: str | None, hint: Hint, policy: Policy) -> str | None:
+    """The tier that an answer names: the stated one if the level is that tier's; None if none is
+    stated."""
+    if stated is None:
+        return None
+    by_tier = hint.source is LevelSource.SERVICE_TIER and stated != "auto"
+    return stated if by_tier and hint.level == policy.service_tiers[stated] else "default"
 
 
 def read_user(request: dict[str, Any]) -> tuple[list[str], bool]:
@@ -225,7 +241,7 @@ class UrgentFirst:
             await self._app(scope, receive, send)
             return
         body, receive = await read_ahead(receive)
-        preview = self._preview(rules, body, request.priority)
+        preview = self._preview(rules, body, request)
         request.level, request.level_from = preview.level, preview.level_from.value
         request.reading = preview.reading
         request.user, request.hints = preview.user, preview.hints
@@ -284,9 +300,9 @@ class UrgentFirst:
 
     @guarded(lambda self, rules, *args: RequestPreview(rules.policy.default_level))
     def _preview(
-        self, rules: PreviewRules, body: bytes | None, priority: int | None
+        self, rules: PreviewRules, body: bytes | None, request: RequestContext
     ) -> RequestPreview:
-        return rules.preview(body, priority)
+        return rules.preview(body, request.priority, request.tenant)
 
 
 def adopt_rules(app: Any) -> None:

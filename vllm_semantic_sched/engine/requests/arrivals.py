@@ -20,6 +20,7 @@ from vllm_semantic_sched.engine.requests.prediction import PredictionFeed
 from vllm_semantic_sched.engine.vllm_api import Request, parameters_of
 from vllm_semantic_sched.policy import step
 from vllm_semantic_sched.policy.config import Policy
+from vllm_semantic_sched.policy.config.estimates import LONGEST_TENANT
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import Hint
 from vllm_semantic_sched.policy.facts.job import (
@@ -49,9 +50,7 @@ _LONGEST_TIME = 1e15  # milliseconds
 # and to be answered.
 TTL, FIRST_TOKEN, DEADLINE = "ttl_ms", "slo_ttft_ms", "deadline_ms"
 
-# Characters of names.
-_LONGEST_TENANT = 64
-_LONGEST_SESSION = 128
+_LONGEST_SESSION = 128  # characters at which names of sessions are cut
 
 _LITERAL = r'"(?:[^"\\]|\\.)*"'
 # The grammar that vLLM's frontend makes of a list of choices (`choice_as_grammar`).
@@ -132,7 +131,8 @@ class Arrivals:
         """A session has got its next input. A level that it states counts from now on; the text is
         not read again."""
         params = request.sampling_params
-        hint = self.core.read_hints(params.extra_args if params else None, request.priority)
+        extra_args = params.extra_args if params else None
+        hint = self.core.read_hints(extra_args, request.priority, job.tenant)
         if hint.problem:
             self.counters.add("invalid_hints")
         stated = stated_length(params)
@@ -180,7 +180,8 @@ class Arrivals:
         core = self.core
         request_id = request.request_id
         extra_args = parameters_of(request)
-        hint = core.read_hints(extra_args, request.priority)
+        tenant = read_tenant(extra_args)
+        hint = core.read_hints(extra_args, request.priority, tenant)
         problems: dict[str, str | None] = {}
         dedup_key = None
         try:
@@ -218,7 +219,7 @@ class Arrivals:
             max_output_tokens=request.max_tokens,
             hint=hint,
             awaits_prediction=awaits_prediction,
-            tenant=read_tenant(extra_args),
+            tenant=tenant,
             stated=stated,
             provisional=provisional,
             session=turn,
@@ -286,7 +287,7 @@ def read_passed(extra_args: Any) -> tuple[Prediction | None, str | None]:
 
 def read_tenant(extra_args: Any) -> str:
     """The tenant named in `vllm_xargs` of any type, cut to 64 characters; else `ANONYMOUS`."""
-    return _read_name(extra_args, "tenant", _LONGEST_TENANT) or ANONYMOUS
+    return _read_name(extra_args, "tenant", LONGEST_TENANT) or ANONYMOUS
 
 
 def read_session(extra_args: Any) -> str:

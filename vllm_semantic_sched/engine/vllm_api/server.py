@@ -199,6 +199,13 @@ def describe_hardware(config: VllmConfig) -> Hardware:
     )
 
 
+def has_sleep_mode() -> bool:
+    """Whether the platform can release the device's memory; elsewhere vLLM ignores the call."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_sleep_mode_available())
+
+
 def describe_model(config: VllmConfig) -> tuple[int, dict[str, Any]]:
     """The tensor-parallel size of an engine, and the arguments of `ModelShape.from_config`."""
     model = config.model_config

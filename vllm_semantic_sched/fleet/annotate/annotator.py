@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from aiohttp import web
 
 from vllm_semantic_sched.engine.guard import guarded, logger
-from vllm_semantic_sched.engine.http.preparation import read_user, stated_tier
-from vllm_semantic_sched.engine.http.request_context import with_argument
+from vllm_semantic_sched.engine.http.preparation import read_user, stated_tier, tenant_of
+from vllm_semantic_sched.engine.http.request_context import TENANT_HEADER, with_argument
 from vllm_semantic_sched.fleet.gateways import GATEWAYS
 from vllm_semantic_sched.policy.config import Policy, load_policy
 from vllm_semantic_sched.policy.estimates.decision import (
@@ -57,7 +57,7 @@ class Annotator:
         loaded = load_policy(policy)
         return cls(loaded, InstantReader.load(loaded.predictor.model))
 
-    def _default(self, request: dict[str, Any]) -> Annotation:
+    def _default(self, request: dict[str, Any], *others: Any) -> Annotation:
         return Annotation(self.policy.default_level, float(DEFAULT_TOKENS), None, "default")
 
     @staticmethod
@@ -67,10 +67,15 @@ class Annotator:
         return given if isinstance(given, str) else "\n".join(read_user(request)[0])
 
     @guarded(_default)
-    def annotate(self, request: dict[str, Any], prediction: Prediction | None = None) -> Annotation:
+    def annotate(
+        self,
+        request: dict[str, Any],
+        prediction: Prediction | None = None,
+        tenant: str | None = None,
+    ) -> Annotation:
         """Annotate `{"text": ...}` or an OpenAI request. Never raises; a request that cannot be
         read gets the default level and length. `prediction`: the predictor's, if it has read the
-        text."""
+        text. `tenant`: of the header, which overrides the body's."""
         policy = self.policy
         hint = read_hints(
             with_argument(request.get("vllm_xargs"), SERVICE_TIER, stated_tier(request, policy)),
@@ -79,6 +84,7 @@ class Annotator:
             policy.levels,
             policy.default_level,
             policy.service_tiers,
+            tenant_of(request, tenant),
         )
         text = self.text_of(request)
         reading = self._instant.read(text) if text and self._instant is not None else None
@@ -101,10 +107,13 @@ class Annotator:
         return expected_output_tokens(reading.length, buckets, 0, "mean", limit)
 
     def answer(
-        self, request: dict[str, Any], prediction: Prediction | None = None
+        self,
+        request: dict[str, Any],
+        prediction: Prediction | None = None,
+        tenant: str | None = None,
     ) -> dict[str, Any]:
         """The annotation as plain values, with the fields for each gateway; see `annotate`."""
-        annotation = self.annotate(request, prediction)
+        annotation = self.annotate(request, prediction, tenant)
         reading = annotation.reading
         return {
             "level": annotation.level,
@@ -172,7 +181,8 @@ def make_app(annotator: Annotator, reader: Reader | None = None) -> web.Applicat
             return web.json_response({"error": "the body must be a JSON object"}, status=400)
         text = annotator.text_of(body)
         prediction = await reader.read(text) if reader is not None and text else None
-        return web.json_response(annotator.answer(body, prediction))
+        tenant = request.headers.get(TENANT_HEADER.decode())
+        return web.json_response(annotator.answer(body, prediction, tenant))
 
     async def health(request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})

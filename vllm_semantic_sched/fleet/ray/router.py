@@ -14,7 +14,7 @@ from vllm_semantic_sched.policy.live import check_live_change
 
 logger = logging.getLogger("ray.serve")
 
-_FIELDS = ("vllm_xargs", "priority", "prompt", "input", "messages")
+_FIELDS = ("vllm_xargs", "priority", "user", "prompt", "input", "messages")
 
 
 class UrgencyRouter(RequestRouter):
@@ -95,9 +95,8 @@ class UrgencyRouter(RequestRouter):
         request = {name: getattr(body, name, None) for name in _FIELDS}
         given = getattr(more[0], "headers", None) if more else None
         headers = [(name.lower().encode(), text.encode()) for name, text in (given or {}).items()]
-        return self._rules.preview_of(
-            request, RequestContext.of({"headers": headers}).priority
-        ).level
+        context = RequestContext.of({"headers": headers})
+        return self._rules.preview_of(request, context.priority, context.tenant).level
 
     def _reload(self, file: PolicyFile) -> None:
         try:

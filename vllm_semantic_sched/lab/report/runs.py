@@ -87,7 +87,9 @@ def write_table(
     return [table, facts]
 
 
-def simulation_page(settings: Settings, cells: Sequence[Cell], metric: str) -> Page:
+def simulation_page(
+    settings: Settings, cells: Sequence[Cell], metric: str, title: str = "Simulation"
+) -> Page:
     """The chosen metric, all metrics as a table, and seats and queue depth of the first cells."""
     followed = [cell for cell in cells if cell.depth][:_MOST_CELLS]
     sentence = settings.description or "Simulated schedulers."
@@ -106,7 +108,7 @@ def simulation_page(settings: Settings, cells: Sequence[Cell], metric: str) -> P
         parts.append(gantt_chart(f"Seats: {name}", cell.spans, requests))
         parts.append(_depth_chart(f"Queue depth: {name}", cell))
     configuration = settings.model_dump(mode="json")
-    return Page("Simulation", sentence, parts, configuration, python_and_versions("numpy"))
+    return Page(title, sentence, parts, configuration, python_and_versions("numpy"))
 
 
 def _level_chart(cells: Sequence[Cell], metric: str) -> Chart:

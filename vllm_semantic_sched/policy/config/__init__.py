@@ -77,8 +77,16 @@ class Policy(Section):
             value = operator.attrgetter(name)(self)
             if value is not None and value > last:
                 raise ValueError(f"{name}: {value} is not a level; valid: 0 to {last}")
+        hints = self.hints
+        for tenant, level in hints.most_urgent_level_of.items():
+            if level > last:
+                raise ValueError(
+                    f"hints.most_urgent_level_of.{tenant}: {level} is not a level; valid: 0 to "
+                    f"{last}"
+                )
+        limited = hints.most_urgent_level or any(hints.most_urgent_level_of.values())
         for name in ("urgency", "priority"):
-            if getattr(self.hints, name) == "cap" and not self.hints.most_urgent_level and last:
+            if getattr(hints, name) == "cap" and not limited and last:
                 raise ValueError(
                     f"hints.{name}: cap has no effect with most_urgent_level: 0; valid: "
                     f"most_urgent_level from 1 to {last}"
@@ -86,6 +94,11 @@ class Policy(Section):
         if self.deadlines.stated and self.base == "sjf":
             raise ValueError(
                 "deadlines.stated: needs levels, which base: sjf ignores; valid: false"
+            )
+        if hints.most_urgent_level_of and not self._caps_hints:
+            raise ValueError(
+                "hints.most_urgent_level_of: without effect, as no hint is capped; valid with "
+                "hints.urgency or hints.priority: cap, or a tier that has a service_tier"
             )
         factor = self.weighted_levels.factor
         if factor is not None and self.base != "semantic":
@@ -159,6 +172,11 @@ class Policy(Section):
         return Policy(
             base="fcfs", levels=self.levels, default_level=self.default_level, tiers=tiers
         )
+
+    @property
+    def _caps_hints(self) -> bool:
+        """Whether `hints.most_urgent_level` and those of tenants apply to a hint."""
+        return "cap" in (self.hints.urgency, self.hints.priority) or bool(self.service_tiers)
 
     @property
     def without_effect(self) -> tuple[str, ...]:

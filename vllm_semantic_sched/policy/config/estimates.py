@@ -1,11 +1,13 @@
 """Keys about hints and the predictor."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from vllm_semantic_sched.policy.config.section import Section
 from vllm_semantic_sched.policy.facts.decision import DEFAULT_DECISION
+
+LONGEST_TENANT = 64  # characters at which names of tenants are cut
 
 
 class Hints(Section):
@@ -20,7 +22,26 @@ class Hints(Section):
     keeps vLLM's meaning, the lowest number first: -1 is one level more urgent than `default_level`,
     1 one level less, and so on to the first and the last level."""
     most_urgent_level: int = Field(0, ge=0)
-    """With `cap`: the most urgent level that a hint can claim."""
+    """The most urgent level that a client can claim: with `cap` by `urgency` or `priority`, and
+    always by `service_tier`."""
+    most_urgent_level_of: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
+    """The same for single tenants (`{NAME: LEVEL}`), in place of `most_urgent_level`. A client that
+    may choose its tenant's name can choose its level, too."""
+
+    @field_validator("most_urgent_level_of")
+    @classmethod
+    def _names_occur(cls, levels: dict[str, int]) -> dict[str, int]:
+        for name in levels:
+            if not name or name != name.strip()[:LONGEST_TENANT]:
+                raise ValueError(
+                    f"hints.most_urgent_level_of: no tenant has the name {name!r}; valid: 1 to "
+                    f"{LONGEST_TENANT} characters without spaces around them"
+                )
+        return levels
+
+    def most_urgent_for(self, tenant: str) -> int:
+        """The most urgent level that a tenant's requests can claim."""
+        return self.most_urgent_level_of.get(tenant, self.most_urgent_level)
 
 
 class Predictor(Section):

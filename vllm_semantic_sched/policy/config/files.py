@@ -1,5 +1,6 @@
 """Finds policies, profiles, domains and scenarios: by name among the shipped ones, or by path."""
 
+import itertools
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,6 +61,15 @@ def shipped_configs() -> Path:
 def shipped_names(kind: Kind) -> list[str]:
     """Sorted names of the shipped files of a kind."""
     return sorted(path.stem for path in _folder(kind).glob("*.yaml"))
+
+
+def summary_of(name: str, kind: Kind) -> str:
+    """The first sentence of the comment at the head of a shipped file."""
+    lines = (_folder(kind) / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    text = " ".join(line.removeprefix("#").strip() for line in comment)
+    sentence, point, _ = text.partition(". ")
+    return sentence.removesuffix(".") + "." if point or sentence else ""
 
 
 def resolve_config(name_or_path: str | Path, kind: Kind) -> Path:

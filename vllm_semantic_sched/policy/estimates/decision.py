@@ -212,16 +212,19 @@ def read_hints(
     levels: int,
     default_level: int,
     service_tiers: Mapping[str, int] = NO_SERVICE_TIERS,
+    tenant: str = "",
 ) -> Hint:
     """Read an explicit urgency from a request's `vllm_xargs`, else a nonzero priority (vLLM's: 0
     and unset look the same), else a `service_tier`. Clients are untrusted: all may be of any type,
-    and nothing is raised. `levels`, `default_level`, `service_tiers`: of the policy."""
+    and nothing is raised. `levels`, `default_level`, `service_tiers`: of the policy. `tenant`:
+    whose request it is, empty if unknown; it decides how urgent a level can be claimed."""
     problem = None
+    most_urgent = hints.most_urgent_for(tenant)
     if hints.urgency != "ignore" and isinstance(extra_args, dict) and "urgency" in extra_args:
         sent = extra_args["urgency"]
         level = _as_level(sent)
         if level is not None and 0 <= level < levels:
-            return Hint(_capped(level, hints.urgency, hints), LevelSource.HINT)
+            return Hint(_capped(level, hints.urgency, most_urgent), LevelSource.HINT)
         text = repr(sent)
         if len(text) > 60:
             text = f"{text[:57]}..."
@@ -229,12 +232,13 @@ def read_hints(
     if hints.priority != "ignore" and isinstance(priority, int) and priority != 0:
         # vLLM's priorities are unbounded: use the nearest level.
         level = default_level + priority if hints.priority == "vllm" else priority
-        level = _capped(min(max(level, 0), levels - 1), hints.priority, hints)
+        level = _capped(min(max(level, 0), levels - 1), hints.priority, most_urgent)
         return Hint(level, LevelSource.PRIORITY, problem)
     if service_tiers and isinstance(extra_args, dict):
         service_tier = extra_args.get(SERVICE_TIER)
         if isinstance(service_tier, str) and service_tier in service_tiers:
-            return Hint(service_tiers[service_tier], LevelSource.SERVICE_TIER, problem)
+            level = max(service_tiers[service_tier], most_urgent)
+            return Hint(level, LevelSource.SERVICE_TIER, problem)
     return Hint(None, LevelSource.DEFAULT, problem)
 
 
@@ -247,5 +251,5 @@ def _as_level(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _capped(level: int, mode: str, hints: Hints) -> int:
-    return max(level, hints.most_urgent_level) if mode == "cap" else level
+def _capped(level: int, mode: str, most_urgent: int) -> int:
+    return max(level, most_urgent) if mode == "cap" else level
