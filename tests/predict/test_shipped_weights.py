@@ -72,14 +72,7 @@ def readers():
     return TextPredictor.load(), instant
 
 
-# The network learned alarms of machines in JSON, and takes "fatal" and "children" for one.
-MISTAKEN = pytest.mark.xfail(strict=True, reason="read as level 1 since it knows alarms in JSON")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=MISTAKEN if name == "JSON" else ()) for name in NO_MESSAGES],
-)
+@pytest.mark.parametrize("name", NO_MESSAGES)
 def test_what_is_no_message_is_never_urgent(readers, name):
     network, instant = readers
     for prediction in (*network.predict([NO_MESSAGES[name]]), instant.read(NO_MESSAGES[name])):
