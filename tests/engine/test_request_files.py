@@ -95,6 +95,7 @@ HTTP_SERVER = {
     "engine/http/preparation.py",
     "engine/http/preparation_queue.py",
     "engine/http/request_context.py",
+    "engine/http/stated_times.py",
     "engine/metrics/stat_logger.py",
     "engine/requests/arrivals.py",
     "engine/vllm_api/server.py",
