@@ -20,6 +20,7 @@ import vllm_semantic_sched
 from vllm_semantic_sched.cli import main, parse
 from vllm_semantic_sched.engine.metrics.table import COUNTERS, GAUGES, HISTOGRAMS
 from vllm_semantic_sched.engine.startup.settings import EngineSettings
+from vllm_semantic_sched.lab.bench.page import figures_of_picture
 from vllm_semantic_sched.policy.config import Policy, load_policy, parse_policy
 from vllm_semantic_sched.policy.config.files import shipped_names
 from vllm_semantic_sched.policy.config.section import keys_of, parse_section
@@ -129,6 +130,16 @@ def test_readme_figures_match_the_measurements() -> None:
             assert figure in known, f"{figure} in: {row}"
             checked += 1
     assert checked >= 6
+
+
+def test_readme_says_what_its_picture_shows() -> None:
+    """The picture carries the figures that it was drawn from."""
+    shown = figures_of_picture(DOCS / "comparison.png")
+    caption = text_of(ROOT / "README.md").partition("What `scripts/demo.sh` draws")[2]
+    for schedulers in shown.values():
+        assert len(schedulers) == 4
+        for figure in schedulers.values():
+            assert f"{figure} s with" in " ".join(caption.partition("\n\n")[0].split())
 
 
 def test_figures_of_the_policies_match_the_measurements() -> None:
