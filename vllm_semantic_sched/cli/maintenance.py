@@ -142,8 +142,7 @@ class _Change(NamedTuple):
 
 def _change(server: AdminClient, args: argparse.Namespace, found_paused: bool) -> _Change:
     """Change the model of the paused server, and resume it unless it goes to sleep. If it failed,
-    the server resumes unless it may hold a mix of
-    weights, or was paused before."""
+    the server resumes unless it may hold a mix of weights, or was paused before."""
     start = time.monotonic()
     # Both caches may hold results of the old weights: adapters are known by name alone.
     replaces = args.action == "reload-weights" or args.in_place

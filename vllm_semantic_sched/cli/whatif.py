@@ -37,8 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @simulating()
 def run(args: argparse.Namespace) -> None:
     """Print how far to trust the replay, two tables, a sentence per policy and what the figures do
-    not say; 1 if a file cannot
-    be read or written, 2 if the log or a policy is unusable."""
+    not say; 1 if a file cannot be read or written, 2 if the log or a policy is unusable."""
     from vllm_semantic_sched.lab.whatif import METRICS, read_log, replay
 
     if len(args.policy) > _MOST_POLICIES:

@@ -81,8 +81,7 @@ def _print_summary(summary: why.Summary, level: int | None) -> None:
         raise Failure(f"no request of level {level} in the log; it has levels {levels}", 2)
     total = summary.seconds.total()
     of_level = "" if level is None else f" of level {level}"
-    count = len(summary.requests)
-    requests = "1 request" if count == 1 else f"{count} requests"
+    requests = why.requests_text(len(summary.requests))
     print(f"{requests}{of_level} waited {why.seconds_text(total)} in all")
     rows = []
     for text, seconds in summary.seconds.most_common():

@@ -208,6 +208,11 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= _SHORT else f"{seconds * 1000:.0f} ms"
 
 
+def requests_text(count: int) -> str:
+    """So many requests, in words."""
+    return "1 request" if count == 1 else f"{count} requests"
+
+
 def grouped(delays: Iterable[Delay]) -> list[tuple[str, float]]:
     """Causes in words with their seconds, the longest first."""
     seconds = Counter[tuple[str, str, str]]()
@@ -262,9 +267,8 @@ def _who_was_served(account: Account) -> str:
     request, level = longest
     levels = _levels({level for _, level in account.served})
     count = len(account.served)
-    requests = "1 request" if count == 1 else f"{count} requests"
     return (
-        f". Meanwhile seats went to {requests} of {levels}; after {request} (level {level}) it "
+        f". Meanwhile seats went to {requests_text(count)} of {levels}; after {request} (level {level}) it "
         f"took longest until the next one, {seconds_text(seconds)}"
     )
 

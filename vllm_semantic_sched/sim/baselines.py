@@ -1,11 +1,20 @@
-"""The least attained service first, as other systems order requests (`Baselines.las`)."""
+"""Orders of other systems: the earliest deadline first (`Baselines.edf`), and the least attained
+service first (`Baselines.las`)."""
 
 import itertools
+import math
 
+from vllm_semantic_sched.policy.facts.job import Job
 from vllm_semantic_sched.sim.engine import Engine
 
 _FIRST_QUANTUM = 256  # output tokens before a request leaves the first queue
 _GROWTH = 4  # each queue allows so many times the tokens of the one before
+
+
+def due(job: Job) -> float:
+    """When the first of the deadlines that a request states passes; inf without any."""
+    stated = [seconds for seconds in job.deadlines if seconds is not None]
+    return job.arrival + min(stated, default=math.inf)
 
 
 class Feedback:

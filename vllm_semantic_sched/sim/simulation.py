@@ -13,9 +13,8 @@ from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import reading_level, reading_order
 from vllm_semantic_sched.policy.facts.job import StatedDeadlines, StatedLength
-from vllm_semantic_sched.policy.overload.deadline import due
 from vllm_semantic_sched.policy.placement import Placed, Placement
-from vllm_semantic_sched.sim.baselines import Feedback
+from vllm_semantic_sched.sim.baselines import Feedback, due
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.events import EventQueue, Order
 from vllm_semantic_sched.sim.metrics import DepthHistory

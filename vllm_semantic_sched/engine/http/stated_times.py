@@ -11,25 +11,24 @@ from vllm_semantic_sched.engine.requests.arrivals import (
     read_milliseconds,
 )
 
-# By key of `vllm_xargs`, the headers that say the same; the first one that is there counts.
-_MILLISECONDS: Mapping[str, tuple[str, ...]] = {
-    FIRST_TOKEN: (
-        "x-llm-d-slo-ttft-ms",
-        "x-slo-ttft-ms",  # its older name in llm-d and the Gateway API Inference Extension
-        "x-dynamo-slo-ttft-ms",
-        "x-dynamo-meta-slo-ttft-ms",  # what Dynamo's frontend reads by default
-    ),
-}
+# Headers that say the same as `slo_ttft_ms`; the first one that is there counts.
+_FIRST_TOKEN_HEADERS = (
+    "x-llm-d-slo-ttft-ms",
+    "x-slo-ttft-ms",  # its older name in llm-d and the Gateway API Inference Extension
+    "x-dynamo-slo-ttft-ms",
+    "x-dynamo-meta-slo-ttft-ms",  # what Dynamo's frontend reads by default
+)
 _TTL_HEADER = "x-llm-d-inference-ttl"  # a duration as Go writes it
+_HEADERS = {name.encode(): name for name in (_TTL_HEADER, *_FIRST_TOKEN_HEADERS)}
 _PART = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|ms|s|m|h)")
 _IN_MILLISECONDS = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3, "m": 60e3, "h": 3600e3}
 
 
 def read_headers(headers: Mapping[bytes, bytes]) -> dict[str, str]:
     """The headers of a request that state a time, as they are, by name."""
-    names = [_TTL_HEADER, *(name for names in _MILLISECONDS.values() for name in names)]
-    known = {name: headers.get(name.encode()) for name in names}
-    return {name: value.decode("latin-1") for name, value in known.items() if value is not None}
+    return {
+        name: headers[key].decode("latin-1") for key, name in _HEADERS.items() if key in headers
+    }
 
 
 def stated_times(extra: Any, headers: Mapping[str, str]) -> Any:
@@ -37,10 +36,10 @@ def stated_times(extra: Any, headers: Mapping[str, str]) -> Any:
     body; the object itself if there are none. ValueError names the header or key whose value is not
     a positive time."""
     times: dict[str, float] = {}
-    for key, names in _MILLISECONDS.items():
-        for name in names:
-            if name in headers and key not in times:
-                times[key] = _number(name, headers[name])
+    for name in _FIRST_TOKEN_HEADERS:
+        if name in headers:
+            times[FIRST_TOKEN] = _number(name, headers[name])
+            break
     if _TTL_HEADER in headers:
         times[TTL] = _duration(headers[_TTL_HEADER])
     known = {} if extra is None else extra

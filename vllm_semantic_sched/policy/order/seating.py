@@ -62,10 +62,8 @@ class Seating(OrderingRules):
 
     def wait_first(self, job: Job) -> None:
         """Record that a job enters the queue for the first time."""
-        policy = self.ref.policy
-        if policy.aging.enabled or policy.deadlines.raises:
-            self.start_timers(job)
-        if policy.kv_peak.enabled:
+        self.start_timers(job)
+        if self.ref.policy.kv_peak.enabled:
             self.waiting.changed()  # whether the next job fits depends on the time, too
 
     def wait(self, job: Job) -> None:

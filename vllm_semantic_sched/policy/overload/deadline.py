@@ -1,7 +1,6 @@
 """Which of the deadlines that requests state can be kept, by predicted waits and answers."""
 
 import heapq
-import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -14,12 +13,6 @@ class Claim(NamedTuple):
     tokens: float  # predicted, prompt and output
     start_by: float  # latest time at which it must start, seconds
     job: Job
-
-
-def due(job: Job) -> float:
-    """When the first of the deadlines that a request states passes; inf without any."""
-    stated = [seconds for seconds in job.deadlines if seconds is not None]
-    return job.arrival + min(stated, default=math.inf)
 
 
 def not_kept(claims: Iterable[Claim], free_at: float, token_seconds: float) -> list[Claim]:
