@@ -266,9 +266,9 @@ def _who_was_served(account: Account) -> str:
     [(longest, seconds)] = account.served.most_common(1)
     request, level = longest
     levels = _levels({level for _, level in account.served})
-    count = len(account.served)
+    requests = requests_text(len(account.served))
     return (
-        f". Meanwhile seats went to {requests_text(count)} of {levels}; after {request} (level {level}) it "
+        f". Meanwhile seats went to {requests} of {levels}; after {request} (level {level}) it "
         f"took longest until the next one, {seconds_text(seconds)}"
     )
 
