@@ -127,14 +127,44 @@ def test_engine_is_described_as_vllm_has_it() -> None:
     assert model.weight_bytes == model.kv_bytes == 4
 
 
+MODULE = "vllm_semantic_sched.engine.startup.device_benchmark"
+
+
+def measure_small_model() -> tuple[Device, ModelShape]:
+    config = {
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 1000,
+    }
+    model = ModelShape.from_config("small", config, dtype="float32")
+    return measure_device("cpu", "this processor", "float32", model), model
+
+
 def test_processor_is_measured_with_the_models_matrices(monkeypatch) -> None:
-    monkeypatch.setattr("vllm_semantic_sched.engine.startup.device_benchmark._SECONDS", 0.02)
-    config = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = ModelShape.from_config("small", config | {"vocab_size": 1000}, dtype="float32")
-    device = measure_device("cpu", "this processor", "float32", model)
-    # Wide bounds: wrong units are off by a factor of 1,000.
-    assert 0.001 < device.bf16 < 20
-    assert 0.5 < device.bandwidth < 2000
-    assert 0.5 < device.host < 500
-    assert 1e-4 < device.step < 0.1 and device.layer == pytest.approx(device.step / 20)
+    seconds = {"product": 1e-3, "reading": 2e-3, "copying": 4e-3, "small": 1e-4}
+    order = iter(seconds.values())
+
+    def fastest(work, wait) -> float:
+        work()
+        wait()
+        return next(order)
+
+    monkeypatch.setattr(f"{MODULE}._fastest", fastest)
+    device, model = measure_small_model()
+    # 512 tokens through a matrix of 256 x 1,024: two operations for each weight and token.
+    assert device.bf16 == pytest.approx(2 * 512 * 256 * 1024 / 1e-3 / 1e12)
+    rows = int(model.weights / 4 / 256)
+    assert device.bandwidth == pytest.approx(rows * 256 * 4 / 2e-3 / 1e9)
+    assert device.host == pytest.approx(2**26 / 4e-3 / 1e9)
+    # A hundred small operations take 1e-4 s; a step has 1,000 of them, a layer 50.
+    assert device.step == pytest.approx(1e-3)
+    assert device.layer == pytest.approx(5e-5)
     assert device.measured
+
+
+def test_every_figure_is_measured(monkeypatch) -> None:
+    monkeypatch.setattr(f"{MODULE}._SECONDS", 0.01)
+    device, _ = measure_small_model()
+    assert min(device.bf16, device.bandwidth, device.host, device.step, device.layer) > 0
