@@ -22,6 +22,7 @@ from vllm_semantic_sched.sim.snapshot import EngineSnapshot
 
 # A victim is worth its seat, whatever its preemption costs.
 CHEAP = {"correct_profile": False, "protect": {"worth": 1e9}}
+LAST = Prediction((0.0, 0.0, 0.0, 0.0, 1.0))
 STRICT = {"weighted_levels": {"factor": None}}
 
 
@@ -93,9 +94,10 @@ def test_lowered_running_request_makes_room() -> None:
     assert (lowered.state, urgent.state) == (JobState.WAITING, JobState.RUNNING)
 
 
-def test_lowered_request_is_weighed_again_as_a_victim(monkeypatch) -> None:
+@pytest.mark.parametrize("by", ["operator", "predictor"])
+def test_lowered_request_is_weighed_again_as_a_victim(monkeypatch, by) -> None:
     world = World()
-    lowered = world.arrive(2, 400)
+    lowered = world.arrive(None if by == "predictor" else 2, 400, unread=by == "predictor")
     world.step()
     eviction = world.core.eviction
     monkeypatch.setattr(eviction, "_affordable_seconds", lambda job, need: 0.0)
@@ -104,7 +106,10 @@ def test_lowered_request_is_weighed_again_as_a_victim(monkeypatch) -> None:
     monkeypatch.setattr(eviction, "_affordable_seconds", lambda job, need: 1e9)
     world.step(2)
     assert lowered.state is JobState.RUNNING  # it was not worth it, and no seat came free since
-    world.assign(lowered, 4)
+    if by == "operator":
+        world.assign(lowered, 4)
+    else:
+        world.core.predicted(lowered, LAST)
     world.step(2)
     assert lowered.state is JobState.WAITING
 
@@ -126,7 +131,7 @@ def test_neither_reading_nor_reload_nor_next_input_overrides_an_operator() -> No
     unread = world.arrive(None, unread=True)
     world.assign(unread, 1)
     assert world.core.waiting.peek() is unread and not world.core.waiting.buffered
-    world.core.predicted(unread, Prediction((0.0, 0.0, 0.0, 0.0, 1.0)))
+    world.core.predicted(unread, LAST)
     world.core.switch(parse_policy(CHEAP | {"decision": {"missed_cost": [1.0]}}), PROFILE)
     world.step(2)
     world.core.turn(unread, 10, 10, Hint(4, LevelSource.HINT))

@@ -342,7 +342,10 @@ class SchedulingCore:
 
     def predicted(self, job: Job, prediction: Prediction | None) -> None:
         """Apply a prediction, or its failure (None), and move the job to its new rank."""
+        level = job.level
         self.levels.read(job, prediction)
+        if job.level > level:
+            self.eviction.reconsider()
         if job.deadlines is not NO_DEADLINES and job in self.waiting:
             self.seating.start_timers(job)  # when it must start depends on its predicted length
         self._rank_again(job)

@@ -24,6 +24,16 @@ def test_request_is_found_by_either_id_until_others_have_come(monkeypatch) -> No
     assert kept.find("cmpl-84a1") is None and kept.find("c") == wanted
 
 
+@pytest.mark.parametrize("route", ["chatcmpl-{}-0123abcd", "cmpl-{}-0-0123abcd"])
+def test_requests_whose_ids_end_in_numbers_are_kept_apart(route) -> None:
+    kept = RecentReadings()
+    names = [route.format(number) for number in ("17", "18", "call-17")]
+    for level, name in enumerate(names):
+        kept.keep(make_job(level, request_id=name, prediction=PREDICTION))
+    assert [kept.find(name)["level"] for name in names] == [0, 1, 2]
+    assert kept.find(route.format("19")) is None
+
+
 def test_what_the_predictor_has_not_read_is_not_kept() -> None:
     kept = RecentReadings()
     kept.keep(make_job(1, request_id="a"))

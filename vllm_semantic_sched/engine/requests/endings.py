@@ -19,15 +19,25 @@ _REMEMBERED = 256  # refused prompts
 _KEPT = 20_000  # readings, about 8 MB
 _STOP_STRING_SLACK = 64  # tokens that may have been generated between a stop string and the abort
 
-# vLLM's ids of the parts of one client request: answer number, id, prompt number, random suffix.
-_PART = re.compile(r"(?:\d+_)?(?P<origin>.*?)(?:-\d+)?(?:-[0-9a-f]{8})?")
+# vLLM's ids of the parts of one client request: answer number, route and client's id, prompt number,
+# random suffix.
 _ANSWER = re.compile(r"\d+_(?P<parent>.*)")  # one of several answers to a prompt
+# What vLLM's routes put before the client's id of a request (`x-request-id`).
+_ROUTE = re.compile(
+    r"^(?:chatcmpl|cmpl|embd|pooling|classify|score|generate-tokens|decision|generative-scoring)-"
+)
+_SUFFIX = re.compile(r"-[0-9a-f]{8}$")  # random
+_PROMPT_NUMBER = re.compile(r"[-_]\d+$")
 
 
 def origin_of(request_id: str) -> str:
-    """The client's id of a request, from vLLM's."""
-    part = _PART.fullmatch(request_id)
-    return request_id if part is None else part["origin"]
+    """The id that all parts of a client's request share, from vLLM's id of one of them."""
+    return _without_prompt_number(_SUFFIX.sub("", parent_of(request_id) or request_id))
+
+
+def _without_prompt_number(answer: str) -> str:
+    # A chat has one prompt, without a number; the client's id may end like one.
+    return answer if answer.startswith("chatcmpl-") else _PROMPT_NUMBER.sub("", answer)
 
 
 def is_part_of_beam(request: Request) -> bool:
@@ -43,14 +53,6 @@ def parent_of(request_id: str) -> str | None:
     return None if answer is None else answer["parent"]
 
 
-# What vLLM's routes put before the client's id of a request (`x-request-id`).
-_ROUTE = re.compile(
-    r"^(?:chatcmpl|cmpl|embd|pooling|classify|score|generate-tokens|decision|generative-scoring)-"
-)
-_SUFFIX = re.compile(r"-[0-9a-f]{8}$")  # random
-_PROMPT_NUMBER = re.compile(r"[-_]\d+$")
-
-
 def requests_named(request_ids: Collection[str], name: str) -> list[str]:
     """The ids, among vLLM's, of the requests that `name` stands for: an id of vLLM's, or of the
     client's, as in the answer or as sent in `x-request-id`. All prompts of a client's request have
@@ -64,9 +66,7 @@ def requests_named(request_ids: Collection[str], name: str) -> list[str]:
 def _names_of(request_id: str) -> set[str]:
     prompt = parent_of(request_id) or request_id
     answer = _SUFFIX.sub("", prompt)
-    # A chat has one prompt, without a number; the client's id may end like one.
-    whole = answer if answer.startswith("chatcmpl-") else _PROMPT_NUMBER.sub("", answer)
-    names = {prompt, answer, whole}
+    names = {prompt, answer, _without_prompt_number(answer)}
     return names | {_ROUTE.sub("", name) for name in names} | {request_id}
 
 
