@@ -315,6 +315,17 @@ def test_no_model_serves_a_small_one_on_localhost(no_gpu, monkeypatch, capsys) -
     assert '"model": "SmolLM2-135M-Instruct"' in printed.err
 
 
+def test_no_model_is_made_where_vllm_is_missing(no_gpu, monkeypatch, capsys, tmp_path) -> None:
+    no_gpu(True)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(
+        "vllm_semantic_sched.cli.serve.make_real_model", lambda *given: pytest.fail("made")
+    )
+    assert main(["serve"]) == 1
+    assert "vLLM is not installed here" in capsys.readouterr().err
+
+
 def test_with_a_gpu_a_model_must_be_named(no_gpu, capsys) -> None:
     no_gpu(False)
     assert main(["serve", "--port", "8001", "--dry-run"]) == 1

@@ -111,6 +111,7 @@ def _add_own_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print the command and become it; 1 if the options are wrong."""
     settings = _settings_of(args)
+    executable = None if args.dry_run else _vllm()  # before a model is made for it
     machine = Machine(
         not serves_on_cpu(),
         len(os.sched_getaffinity(0)),
@@ -131,13 +132,17 @@ def run(args: argparse.Namespace) -> None:
     variables = [f"{name}={value}" for name, value in environment.items()]
     print(" ".join([*variables, shlex.join(command)]), flush=True)
     print(f"# when it is up:\n# {_request(model, options)}", file=sys.stderr, flush=True)
-    if args.dry_run:
-        return
+    if executable is not None:
+        os.execve(executable, command, {**os.environ, **environment})
+
+
+def _vllm() -> str:
+    """The path of vLLM's program; Failure if there is none."""
     program = Path(sys.executable).with_name("vllm")
     executable = str(program) if program.exists() else shutil.which("vllm")
     if executable is None:
         raise Failure(f"vLLM is not installed here: {installing('cuda')}, or [cpu]")
-    os.execve(executable, command, {**os.environ, **environment})
+    return executable
 
 
 def _settings_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -19,8 +19,8 @@ _REMEMBERED = 256  # refused prompts
 _KEPT = 20_000  # readings, about 8 MB
 _STOP_STRING_SLACK = 64  # tokens that may have been generated between a stop string and the abort
 
-# vLLM's ids of the parts of one client request: answer number, route and client's id, prompt number,
-# random suffix.
+# vLLM's ids of the parts of one client request: answer number, route and client's id, prompt
+# number, random suffix.
 _ANSWER = re.compile(r"\d+_(?P<parent>.*)")  # one of several answers to a prompt
 # What vLLM's routes put before the client's id of a request (`x-request-id`).
 _ROUTE = re.compile(
