@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.placement import EngineReport, Placement
+from vllm_semantic_sched.policy.placement import CACHE_WORTH, EngineReport, Placement
 
 LEVELS = 3
 
@@ -74,6 +74,36 @@ def test_requests_of_each_level_spread_evenly(engines, levels) -> None:
     assert max(counts.values(), default=0) - min(counts.values(), default=0) <= 1
 
 
+BY_LEVEL = st.tuples(*[st.integers(0, 9)] * LEVELS)
+TABLES = st.lists(BY_LEVEL, min_size=1, max_size=6)
+
+
+def placement_of(tables) -> Placement:
+    """Engines with that many requests of each level."""
+    placement = Placement(len(tables), LEVELS)
+    for engine, by_level in enumerate(tables):
+        for level, requests in enumerate(by_level):
+            for _ in range(requests):
+                placement.count(engine, level)
+    return placement
+
+
+@given(TABLES, st.integers(0, 6), st.integers(0, LEVELS - 1))
+def test_session_stays_unless_more_wait_there_than_its_cache_is_worth(tables, home, level) -> None:
+    chosen = placement_of(tables).place(level, home=home).engine
+    ahead = [sum(by_level[: level + 1]) for by_level in tables]
+    if home < len(tables) and ahead[home] - min(ahead) <= CACHE_WORTH:
+        assert chosen == home
+    else:
+        assert chosen == placement_of(tables).place(level).engine
+
+
+def test_home_outside_the_engines_to_choose_from_does_not_count() -> None:
+    placement = Placement(3, LEVELS)
+    assert placement.place(0, among=range(1, 3), home=0).engine == 1
+    assert placement.place(0, among=range(2), home=1).engine == 1
+
+
 WORKS = st.lists(st.integers(0, 20), min_size=1, max_size=6)
 
 
@@ -85,10 +115,7 @@ def test_without_levels_the_least_loaded_engine_is_chosen(works, level) -> None:
     assert works[placement.place(level).engine] == min(works)
 
 
-BY_LEVEL = st.tuples(*[st.integers(0, 9)] * LEVELS)
-
-
-@given(st.lists(BY_LEVEL, min_size=1, max_size=6), st.integers(0, LEVELS - 1))
+@given(TABLES, st.integers(0, LEVELS - 1))
 def test_levels_of_an_old_report_do_not_count(tables, level) -> None:
     placement = Placement(len(tables), LEVELS)
     for engine, by_level in enumerate(tables):

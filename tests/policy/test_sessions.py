@@ -216,3 +216,38 @@ def test_policy_without_sessions_forgets_them() -> None:
     clients.ask(urgency=0)
     clients.core.switch(policy_of(), clients.core.profile)
     assert len(clients.core.sessions) == 0 and clients.floors == 0
+
+
+class Moment:
+    """A clock that stands still."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_home_is_forgotten_in_time_and_known_to_its_tenant_only() -> None:
+    clock = Moment()
+    homes = sessions.Homes(lambda: MEMORY, clock)
+    homes.move(("a", "s"), 3)
+    assert (homes.of(("a", "s")), homes.of(("b", "s"))) == (3, None)
+    clock.now = MEMORY - 1
+    homes.move(("a", "s"), 1)
+    clock.now = 2 * MEMORY - 2
+    assert homes.of(("a", "s")) == 1
+    clock.now = 2 * MEMORY
+    assert homes.of(("a", "s")) is None
+    homes.move(("a", "new"), 0)
+    assert len(homes) == 1
+
+
+def test_homes_are_bounded_and_a_flood_leaves_half_of_them_to_others(monkeypatch) -> None:
+    monkeypatch.setattr(sessions, "MOST_SESSIONS", 20)
+    homes = sessions.Homes(lambda: MEMORY, Moment())
+    for number in range(10):
+        homes.move(("quiet", str(number)), number)
+    for number in range(100):
+        homes.move(("loud", str(number)), 0)
+    assert len(homes) == 20
+    assert [homes.of(("quiet", str(number))) for number in range(1, 10)] == list(range(1, 10))

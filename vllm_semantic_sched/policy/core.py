@@ -15,6 +15,7 @@ from vllm_semantic_sched.policy.facts.job import (
     FREE_LENGTH,
     NO_DEADLINES,
     Draft,
+    Floor,
     Job,
     JobState,
     LevelSource,
@@ -239,7 +240,8 @@ class SchedulingCore:
             job.level = self.levels.capped(job, job.level)
         if job.session is not None:
             self.sessions.arrived(job.session, now)
-            self.sessions.decided(job, now)
+            latest = Floor(job.level, job.request_id, job.level_source, now)
+            self.sessions.decided(job.session, latest)
         if self.lifecycle.journal is None:
             self.lifecycle.arrive(job)
         else:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_semantic_sched.policy.estimates import decision
-from vllm_semantic_sched.policy.facts.job import STATED, UNREAD, Job, LevelSource, SessionTurn
+from vllm_semantic_sched.policy.facts.job import UNREAD, Floor, Job, LevelSource, SessionTurn
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.facts.wait import Cause
 from vllm_semantic_sched.policy.order.seating import Seating
@@ -51,8 +51,9 @@ class LevelDecider:
     def inherit(self, job: Job) -> None:
         """Give a new job the floor of its session, if that is more urgent and its client states no
         level. Until its text has been read, it has the rights of its provisional level."""
-        floor = None if job.session is None else job.session.floor
-        if floor is None or job.level_source in STATED or floor.level >= job.level:
+        turn = job.session
+        floor = None if turn is None else turn.inherited(job.level, job.level_source)
+        if floor is None:
             return
         if job.awaits_prediction and job.level_source is LevelSource.DEFAULT:
             job.sure_level = None
@@ -100,22 +101,23 @@ class LevelDecider:
                 job.sure_level = 0
                 level = self.decided(job)
                 if job.session is not None:
-                    level = self._floored(job, level)
+                    level = self._floored(job, job.session, level)
                 level = self.capped(job, level, counted)
                 self.change(job, level, unread and level < before)
                 if job.session is not None:
-                    self._sessions.decided(job, self._lifecycle.clock())
+                    now = self._lifecycle.clock()
+                    latest = Floor(job.level, job.request_id, job.level_source, now)
+                    self._sessions.decided(job.session, latest)
         waits, queue = self._lifecycle.waits, self._seating.waiting
         if waits is not None and unread and job.wait is not None and job not in queue:
             waits.split(job.wait, Cause.UNREAD)  # it is queued only now
         if self._lifecycle.journal is not None:
             self._lifecycle.note(job, "read", {"level_before": before, **self.explain(job)})
 
-    def _floored(self, job: Job, level: int) -> int:
-        """The level of a job that has been read, or the floor of its session. A floor that comes
-        from a text holds no longer: the text was read again, before this one."""
-        floor = None if job.session is None else job.session.floor
-        if floor is None or floor.source not in STATED or floor.level >= level:
+    def _floored(self, job: Job, turn: SessionTurn, level: int) -> int:
+        """The level of a job that has been read, or the floor of its session."""
+        floor = turn.inherited(level, job.level_source)
+        if floor is None:
             return level
         job.level_source = LevelSource.SESSION
         return max(floor.level, job.best_level)

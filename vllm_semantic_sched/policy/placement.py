@@ -10,6 +10,12 @@ from typing import NamedTuple
 # Engines report a few times per second. By then most requests of an older report have finished.
 _FRESH = 2.0  # seconds
 
+# By how many requests, at least as urgent, a session's engine may exceed the least loaded one and
+# still get the session's next request. Each of them costs it about the time of an answer divided by
+# the seats, and a few thousand cached tokens save as much as a few of them. Less urgent requests do
+# not count, however many: the next seat is for the most urgent one.
+CACHE_WORTH = 4
+
 
 class Placed(NamedTuple):
     """A request at its engine."""
@@ -48,11 +54,18 @@ class Placement:
         self._kv_used = [0.0] * engines
         self._turn = 0
 
-    def place(self, level: int, among: Sequence[int] | None = None) -> Placed:
-        """Choose an engine for a request, `among` some or all, and count it there until `leave`."""
+    def place(
+        self, level: int, among: Sequence[int] | None = None, home: int | None = None
+    ) -> Placed:
+        """Choose an engine for a request, `among` some or all, and count it there until `leave`.
+        `home`: the engine of its session; chosen, unless those at least as urgent there exceed the
+        least loaded engine's by more than `CACHE_WORTH`. None: without it."""
         ahead = self.ahead[level]
         loads = ahead if among is None else [ahead[engine] for engine in among]
         least = min(loads)
+        candidates = range(self.engines) if among is None else among
+        if home is not None and home in candidates and ahead[home] - least <= CACHE_WORTH:
+            return self.count(home, level)
         pairs = enumerate(ahead) if among is None else zip(among, loads, strict=True)
         tied = [engine for engine, load in pairs if load == least]
         tied = _least(_least(tied, self.ahead[-1]), self._kv_used)

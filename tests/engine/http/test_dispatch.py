@@ -1,6 +1,7 @@
 """The middleware chooses the engine of each request, around a fake application and engine."""
 
 import asyncio
+import contextlib
 import inspect
 import json
 import tempfile
@@ -20,7 +21,7 @@ from vllm_semantic_sched.engine.http.request_context import ServerState
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
 from vllm_semantic_sched.engine.vllm_api import RANK, engine_count
 from vllm_semantic_sched.policy.config import Policy, parse_policy
-from vllm_semantic_sched.policy.placement import Placement
+from vllm_semantic_sched.policy.placement import CACHE_WORTH, Placement
 
 pytestmark = pytest.mark.engine
 
@@ -63,7 +64,7 @@ class Server:
         rank = dict(scope["headers"]).get(b"x-data-parallel-rank")
         outputs = self.state.engine_client.generate(
             request["prompt"],
-            SimpleNamespace(n=request.get("n", 1)),
+            SimpleNamespace(n=request.get("n", 1), extra_args=request.get("vllm_xargs")),
             "id",
             data_parallel_rank=None if rank is None else int(rank),
         )
@@ -72,7 +73,7 @@ class Server:
         async for _ in outputs:
             pass
 
-    async def post(self, level=None, rank=None, **request):
+    async def post(self, level=None, rank=None, session=None, tenant=None, **request):
         body = {"prompt": "hello", **request}
         if level is not None:
             body["vllm_xargs"] = {"urgency": level}
@@ -81,7 +82,12 @@ class Server:
         async def receive():
             return messages.pop(0)
 
-        headers = [] if rank is None else [(b"x-data-parallel-rank", str(rank).encode())]
+        given = {
+            b"x-data-parallel-rank": rank,
+            b"x-session-id": session,
+            b"x-semsched-tenant": tenant,
+        }
+        headers = [(name, str(one).encode()) for name, one in given.items() if one is not None]
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "app": self}
         await self.middleware(scope | {"headers": headers}, receive, None)
 
@@ -337,5 +343,106 @@ def test_sessions_of_a_canary_go_to_its_engines() -> None:
         observing = Server(rules=False)
         observing.state.semsched = ServerState(canaries=1)
         assert (await observing.start())[1] in (0, 1)
+
+    run(case)
+
+
+SESSIONS = {"sessions": {"memory": 600.0}}
+
+
+async def serve(server, **request) -> int:
+    """A request from start to end; the engine that it has got."""
+    task, engine = await server.start(**request)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    return engine
+
+
+def test_session_stays_with_its_engine_while_that_is_worth_it() -> None:
+    async def case():
+        server = Server(**SESSIONS)
+        home = await serve(server, session="a", level=0)
+        assert [await serve(server, session="a", level=0) for _ in range(3)] == [home] * 3
+        for _ in range(CACHE_WORTH):
+            await server.start(level=0, rank=home)
+            await server.start(level=3, rank=home)  # these do not delay it
+        assert await serve(server, session="a", level=0) == home
+        await server.start(level=0, rank=home)
+        assert await serve(server, session="a", level=0) == 1 - home
+        assert await serve(server, session="a", level=2) == 1 - home, "that has its cache now"
+
+    run(case)
+
+
+def test_session_of_vllm_xargs_goes_where_the_client_sent_it_before() -> None:
+    async def case():
+        server = Server(**SESSIONS)
+        extra = {"session": "a", "urgency": 0}
+        engines = [await serve(server, vllm_xargs=extra, rank=rank) for rank in (1, None, None)]
+        assert engines == [1, 1, 1]
+
+    run(case)
+
+
+def test_sessions_of_different_tenants_do_not_meet() -> None:
+    async def case():
+        server = Server(**SESSIONS)
+        await serve(server, session="a", tenant="x", level=0, rank=1)
+        assert await serve(server, session="a", tenant="y", level=0) == 0
+        assert await serve(server, session="a", tenant="x", level=0) == 1
+
+    run(case)
+
+
+@pytest.mark.parametrize(
+    ("policy", "session"),
+    [
+        ({}, "a"),  # the policy has no sessions
+        (SESSIONS, None),
+        (SESSIONS, " "),
+    ],
+)
+def test_without_sessions_engines_are_chosen_as_before(policy, session) -> None:
+    async def case():
+        server, plain = Server(engines=3, **policy), Server(engines=3)
+        for level in (0, 4, 2, 2, 0, 1, 4, 0, 3):
+            asked = await server.start(level=level, session=session)
+            assert asked[1] == (await plain.start(level=level))[1]
+
+    run(case)
+
+
+def test_api_servers_tell_each_other_where_a_session_is(folder) -> None:
+    async def case():
+        first, second = (Server(servers=2, rank=rank, **SESSIONS) for rank in (0, 1))
+        await serve(first, session="a", level=0, rank=1)
+        assert await serve(second, session="a", level=0) == 1
+        await serve(second, session="a", level=0, rank=0)
+        assert await serve(first, session="a", level=0) == 0
+
+    run(case)
+
+
+def test_shared_home_is_one_sessions_for_a_time(folder) -> None:
+    first, second = (PeerServers(folder / "counts", 2, rank, 4, 3) for rank in range(2))
+    first.move(("t", "a"), 3, now=1e6)
+    assert second.home(("t", "a"), 1e6 + 60, memory=60.0) == 3
+    assert second.home(("t", "a"), 1e6 + 62, memory=60.0) is None
+    assert second.home(("u", "a"), 1e6, memory=60.0) is None
+    assert second.others() == [[0, 0, 0]] * 4
+    mark = second._homes[second._homes > 0]
+    second._homes[:] = mark  # all other places have the entry of this session
+    assert second.home(("t", "b"), 1e6, memory=60.0) is None
+
+
+def test_session_of_a_canary_stays_with_its_policy() -> None:
+    async def case():
+        server = Server(**SESSIONS)
+        server.state.semsched.canaries = 1
+        named = [f"session {number % 12}" for number in range(36)]
+        engines = [await serve(server, session=session) for session in named]
+        assert engines[:12] == engines[12:24] == engines[24:]
+        assert set(engines) == {0, 1}
 
     run(case)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_semantic_sched.fleet.ray.choice import STATS_KEY, ReplicaChoice, load_of
+from vllm_semantic_sched.policy.placement import CACHE_WORTH
 
 LEVELS = 3
 
@@ -20,7 +21,7 @@ class Clock:
 
 
 def choice_of(*replicas: str, clock=None) -> ReplicaChoice:
-    choice = ReplicaChoice(LEVELS, clock or Clock())
+    choice = ReplicaChoice(LEVELS, clock or Clock(), memory=lambda: 600.0)
     choice.update(dict.fromkeys(replicas))
     return choice
 
@@ -30,8 +31,8 @@ def stats(number: int, work: int, by_level: tuple[int, ...]) -> dict:
     return {STATS_KEY: load}
 
 
-def send(choice: ReplicaChoice, request: str, level: int) -> str:
-    replica = choice.choose(request, level)
+def send(choice: ReplicaChoice, request: str, level: int, session=None) -> str:
+    replica = choice.choose(request, level, session)
     choice.sent(request, replica)
     return replica
 
@@ -129,6 +130,23 @@ def test_scaling_keeps_the_counts_of_those_that_stay():
     for number in range(4):
         choice.done(str(number), "b")
     assert in_flight(choice, "b") == 0
+
+
+def test_session_stays_with_its_replica_while_that_is_worth_it():
+    choice = choice_of("a", "b", "c")
+    session = ("tenant", "session")
+    home = send(choice, "0", 1, session)
+    for number in range(CACHE_WORTH):
+        assert send(choice, f"same {number}", 1, session) == home
+    assert choice.choose("other", 1, ("other tenant", "session")) != home
+    # Where it is sent in the end counts, and replicas that stay keep their sessions.
+    chosen = choice.choose("1", 0, session)
+    other = next(name for name in "abc" if name != chosen)
+    choice.sent("1", other)
+    choice.update({"d": None, other: None})
+    assert send(choice, "2", 0, session) == other
+    choice.forget(other)
+    assert send(choice, "3", 0, session) == "d"
 
 
 def test_other_routers_requests_count():

@@ -101,6 +101,31 @@ def test_level_of_hints(policy, request_body, headers, level):
     in_loop(test, policy)
 
 
+@pytest.mark.parametrize(
+    ("request_body", "headers", "session"),
+    [
+        (body(), {"X-Session-ID": "s"}, ("", "s")),
+        (SimpleNamespace(vllm_xargs={"session": "s", "tenant": "t"}, user="u"), None, ("t", "s")),
+        (body(user="u"), {"x-session-id": "s"}, ("u", "s")),
+        (body(), {"x-session-id": "s", "X-Semsched-Tenant": "t"}, ("t", "s")),
+        (body(), {}, None),
+    ],
+)
+def test_session_of_headers_and_body(policy, request_body, headers, session):
+    async def test(router):
+        assert router._session(fake_ray.pending("1", request_body, headers)) is None
+        policy.write_text(POLICY + "sessions: {memory: 600}")
+        for _ in range(2):  # a file that still changes is not read
+            router.update_replicas([fake_ray.Replica("a"), fake_ray.Replica("b")])
+        pending = fake_ray.pending("1", request_body, headers)
+        assert router._session(pending) == session
+        first = await route(router, "1", request_body, headers)
+        if session is not None:
+            assert await route(router, "2", request_body, headers) == first
+
+    in_loop(test, policy)
+
+
 def test_level_of_texts():
     async def test(router):
         def level(**fields):

@@ -2,6 +2,7 @@
 several (data parallelism): vLLM's own balancer compares loads and knows no urgency."""
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,21 +17,24 @@ from vllm_semantic_sched.engine.http.request_context import (
 )
 from vllm_semantic_sched.engine.http.stated_times import stated_times
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
-from vllm_semantic_sched.engine.requests.arrivals import SESSION, pass_reading
+from vllm_semantic_sched.engine.requests.arrivals import SESSION, pass_reading, session_key
 from vllm_semantic_sched.engine.vllm_api import RANK, engine_count, is_beam
 from vllm_semantic_sched.policy.estimates.decision import SERVICE_TIER
 from vllm_semantic_sched.policy.placement import Placed, Placement
+from vllm_semantic_sched.policy.sessions import Homes, SessionKey
 
 
 class Dispatch:
     """Counts the requests at each engine by level, those of other API servers too, and chooses by
-    that. vLLM chooses without rules (see `preparation.adopt_rules`), if the policy or the client
-    says so, and for requests for several answers, which it spreads over the engines."""
+    that; those of a session go to the same engine while it is worth it. vLLM chooses without rules
+    (see `preparation.adopt_rules`), if the policy or the client says so, and for requests for
+    several answers, which it spreads over the engines."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
         self._placement = Placement(1, 1)
         self._peers: PeerServers | None = None
+        self._homes: Homes[int] = Homes(self._session_memory, time.monotonic)
         self._guard = Guard(SemanticStatLogger.count_in_api_server)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
@@ -57,10 +61,7 @@ class Dispatch:
                 with self._guard("reading"):
                     pass_reading(params, request.reading)
         with self._guard("engine_choice"):
-            session = request_id
-            if request is not None:
-                session = request.user or request.tenant or session
-            placed = self._place(request, params, kwargs.get(RANK), str(session))
+            placed = self._place(request, params, kwargs.get(RANK), str(request_id))
         if placed is None:
             return lambda: None
         kwargs[RANK] = placed.engine
@@ -79,10 +80,9 @@ class Dispatch:
         return ended
 
     def _place(
-        self, request: RequestContext | None, params: Any, given: int | None, session: str
+        self, request: RequestContext | None, params: Any, given: int | None, request_id: str
     ) -> Placed | None:
-        """Choose an engine, or count at the one that the client names (`given`). Under a canary a
-        `session` stays with one policy."""
+        """Choose an engine, or count at the one that the client names (`given`)."""
         state = state_of(self._app)
         rules, canaries = state.rules, state.canaries
         if not canaries and rules is None:
@@ -90,7 +90,10 @@ class Dispatch:
         engines = engine_count(self._app.state.vllm_config)
         if engines < 2 or getattr(params, "n", 1) > 1:
             return None
-        among = pool_of(session, canaries, engines) if canaries else None
+        session = self._session_of(params)
+        among = None
+        if canaries:
+            among = pool_of(_caller(request, session) or request_id, canaries, engines)
         if rules is None:  # an observing server under a canary
             self._count_for(engines, 1)
             return self._placement.place(0, among=among) if given is None else None
@@ -101,12 +104,45 @@ class Dispatch:
         if request is not None and request.level is not None:
             level = request.level
         if given is None:
-            if self._peers is not None:
-                for engine, ahead in enumerate(self._peers.others()):
-                    self._placement.count_others(engine, ahead)
-            return self._placement.place(level, among=among)
-        # vLLM refuses the numbers of engines that do not exist.
-        return self._placement.count(given, level) if 0 <= given < engines else None
+            placed = self._choose(level, among, session)
+        elif 0 <= given < engines:
+            placed = self._placement.count(given, level)
+        else:
+            return None  # vLLM refuses the numbers of engines that do not exist
+        if session is not None:
+            self._move(session, placed.engine)
+        return placed
+
+    def _choose(self, level: int, among: range | None, session: SessionKey | None) -> Placed:
+        if self._peers is not None:
+            for engine, ahead in enumerate(self._peers.others()):
+                self._placement.count_others(engine, ahead)
+        home = None if session is None else self._home(session)
+        return self._placement.place(level, among, home)
+
+    def _home(self, session: SessionKey) -> int | None:
+        """The engine to which a session was sent last, by whichever API server."""
+        memory = self._session_memory()
+        told = None
+        if self._peers is not None and memory is not None:
+            told = self._peers.home(session, time.monotonic(), memory)
+        return self._homes.of(session) if told is None else told
+
+    def _move(self, session: SessionKey, engine: int) -> None:
+        self._homes.move(session, engine)
+        if self._peers is not None:
+            self._peers.move(session, engine, time.monotonic())
+
+    def _session_memory(self) -> float | None:
+        rules = state_of(self._app).rules
+        return None if rules is None else rules.policy.sessions.memory
+
+    def _session_of(self, params: Any) -> SessionKey | None:
+        """The session of a request, as its engine will read it; None without one, or if the policy
+        has no sessions."""
+        if self._session_memory() is None:
+            return None
+        return session_key(getattr(params, _extra_name(params), None))
 
     def _count_for(self, engines: int, levels: int) -> None:
         """Start to count, and again after vLLM has started or stopped engines."""
@@ -146,6 +182,12 @@ def _repeat_hints(hints: Mapping[str, Any], params: Any, kwargs: dict[str, Any])
         params.extra_args = {"urgency": hints["urgency"]} | (params.extra_args or {})
     if "priority" in hints:
         kwargs.setdefault("priority", hints["priority"])
+
+
+def _caller(request: RequestContext | None, session: SessionKey | None) -> str | None:
+    """Whose requests stay with one policy under a canary; None if a request names nobody."""
+    named = None if request is None else request.user or request.tenant
+    return named or (None if session is None else session[1])
 
 
 def pool_of(session: str, canaries: int, engines: int) -> range:

@@ -23,7 +23,7 @@ from vllm_semantic_sched.engine.http.request_context import (
     with_argument,
 )
 from vllm_semantic_sched.engine.metrics.stat_logger import SemanticStatLogger
-from vllm_semantic_sched.engine.requests.arrivals import read_tenant
+from vllm_semantic_sched.engine.requests.arrivals import SESSION, read_tenant, session_key
 from vllm_semantic_sched.engine.startup.settings import load_settings
 from vllm_semantic_sched.engine.vllm_api import other_scheduler
 from vllm_semantic_sched.policy.config import Policy
@@ -35,6 +35,7 @@ from vllm_semantic_sched.policy.estimates.decision import (
 )
 from vllm_semantic_sched.policy.facts.job import LevelSource
 from vllm_semantic_sched.policy.facts.prediction import Prediction
+from vllm_semantic_sched.policy.sessions import SessionKey
 from vllm_semantic_sched.predict.instant import InstantReader
 
 _SLOTS = 2  # the second keeps the thread busy while the first waits for the tokenizer's
@@ -160,6 +161,15 @@ def stated_tier(request: dict[str, Any], policy: Policy) -> str | None:
 def tenant_of(request: dict[str, Any], header: str | None) -> str:
     """The tenant of an OpenAI request, as the engine will read it."""
     return read_tenant(tenant_arguments(request.get("vllm_xargs"), request.get("user"), header))
+
+
+def session_of(
+    request: dict[str, Any], tenant: str | None, session: str | None
+) -> SessionKey | None:
+    """The session of an OpenAI request, as the engine will read it; None without one. `tenant` and
+    `session`: of the headers, which override the body's."""
+    extra = tenant_arguments(request.get("vllm_xargs"), request.get("user"), tenant)
+    return session_key(with_argument(extra, SESSION, session))
 
 
 def served_tier(stated: str | None, hint: Hint, policy: Policy) -> str | None:

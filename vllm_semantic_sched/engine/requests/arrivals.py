@@ -36,6 +36,7 @@ from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.policy.order.tenants import ANONYMOUS
 from vllm_semantic_sched.policy.overload.dedup import BadKey, read_key
 from vllm_semantic_sched.policy.overload.refusal import TOO_LARGE
+from vllm_semantic_sched.policy.sessions import SessionKey
 from vllm_semantic_sched.policy.snapshot import Snapshot
 
 # Longer lists of choices are not read: it would delay the request.
@@ -243,11 +244,10 @@ class Arrivals:
 
     def _session_turn(self, request: Request, extra_args: Any) -> SessionTurn | None:
         """The turn of a request in the session that it names; None if it names none."""
-        session = read_session(extra_args)
-        if not session or is_part_of_beam(request):
+        key = session_key(extra_args)
+        if key is None or is_part_of_beam(request):
             return None
-        now = self.core.lifecycle.clock()
-        return self.core.sessions.begin(read_tenant(extra_args), session, now)
+        return self.core.sessions.begin(*key, self.core.lifecycle.clock())
 
 
 # The HTTP server hands its reading of a text to the engine, so that the engine does not read it
@@ -293,6 +293,12 @@ def read_tenant(extra_args: Any) -> str:
 def read_session(extra_args: Any) -> str:
     """The session named in `vllm_xargs` of any type, cut to 128 characters; empty without one."""
     return _read_name(extra_args, SESSION, _LONGEST_SESSION)
+
+
+def session_key(extra_args: Any) -> SessionKey | None:
+    """The tenant and the session named in `vllm_xargs` of any type; None without a session."""
+    session = read_session(extra_args)
+    return (read_tenant(extra_args), session) if session else None
 
 
 def _read_name(extra_args: Any, key: str, longest: int) -> str:

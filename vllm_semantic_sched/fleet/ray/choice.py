@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_semantic_sched.policy.placement import EngineReport, Placed, Placement
+from vllm_semantic_sched.policy.sessions import Homes, SessionKey
 
 STATS_KEY = "semsched"  # of a replica's load (see `load_of`) in Ray's routing statistics
 
@@ -38,17 +39,24 @@ Replica = Hashable
 class _Request:
     replica: Replica
     placed: Placed
+    session: SessionKey | None
     sent: bool = False
 
 
 class ReplicaChoice:
     """Chooses a replica for each request. Replicas come and go; the requests of one that has gone
     are forgotten. A request counts from its choice on, because a burst would otherwise see the same
-    loads. Not thread-safe."""
+    loads. `memory`: seconds for which sessions are remembered. Not thread-safe."""
 
-    def __init__(self, levels: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        levels: int,
+        clock: Callable[[], float] = time.monotonic,
+        memory: Callable[[], float | None] = lambda: None,
+    ) -> None:
         self._levels = levels
         self._clock = clock
+        self._homes: Homes[Replica] = Homes(memory, clock)
         self._index: dict[Replica, int] = {}
         self._placement = Placement(1, levels)
         self._loads: dict[Replica, tuple[Mapping[str, Any], EngineReport]] = {}
@@ -74,16 +82,20 @@ class ReplicaChoice:
         if replica in self._index:
             self._set_replicas([known for known in self._index if known != replica])
 
-    def choose(self, request: str, level: int) -> Replica | None:
+    def choose(self, request: str, level: int, session: SessionKey | None = None) -> Replica | None:
         """Choose a replica and count the request there; None without replicas. A request that was
-        chosen for but not sent is counted at the new choice only."""
+        chosen for but not sent is counted at the new choice only. Those of a `session` stay
+        together, see `Placement.place`."""
         self.drop(request)
         if not self._index:
             return None
         self._placement.expire(self._clock())
-        placed = self._placement.place(level)
+        home = None if session is None else self._homes.of(session)
+        placed = self._placement.place(level, home=self._index.get(home))
         replica = list(self._index)[placed.engine]
-        self._requests.setdefault(request, []).append(_Request(replica, placed))
+        if session is not None:
+            self._homes.move(session, replica)
+        self._requests.setdefault(request, []).append(_Request(replica, placed, session))
         return replica
 
     def sent(self, request: str, replica: Replica) -> None:
@@ -98,6 +110,8 @@ class ReplicaChoice:
             self._placement.leave(entry.placed)
             entry.placed = self._placement.count(self._index[replica], entry.placed.level)
             entry.replica = replica
+            if entry.session is not None:
+                self._homes.move(entry.session, replica)
 
     def drop(self, request: str) -> None:
         """A request is not sent, because it was cancelled."""

@@ -1,16 +1,18 @@
 """Ray Serve's choice of a replica: the one with the least work at least as urgent."""
 
 import logging
+from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from vllm_semantic_sched.engine.http.preparation import PreviewRules
+from vllm_semantic_sched.engine.http.preparation import PreviewRules, session_of
 from vllm_semantic_sched.engine.http.request_context import RequestContext
 from vllm_semantic_sched.engine.startup.settings import PolicyFile, parse_settings
 from vllm_semantic_sched.fleet.ray.choice import ReplicaChoice
 from vllm_semantic_sched.policy.config import Policy, load_policy
 from vllm_semantic_sched.policy.config.section import PolicyError
 from vllm_semantic_sched.policy.live import check_live_change
+from vllm_semantic_sched.policy.sessions import SessionKey
 
 logger = logging.getLogger("ray.serve")
 
@@ -18,9 +20,10 @@ _FIELDS = ("vllm_xargs", "priority", "user", "prompt", "input", "messages")
 
 
 class UrgencyRouter(RequestRouter):
-    """Sends each request where the fewest requests at least as urgent are, by `policy.placement`. A
-    request without a hint has the instant reader's level. If anything here fails, Ray chooses: the
-    replica with the shortest queue."""
+    """Sends each request where the fewest requests at least as urgent are, by `policy.placement`,
+    those of a session to the same replica while it is worth it. A request without a hint has the
+    instant reader's level. If anything here fails, Ray chooses: the replica with the shortest
+    queue."""
 
     def initialize_state(self, policy: str) -> None:
         """Called by Ray with `request_router_kwargs`: name or path of the replicas' policy. If it
@@ -32,7 +35,10 @@ class UrgencyRouter(RequestRouter):
             self._rules = PreviewRules.of(load_policy(self._file.path))
         except Exception:
             logger.exception("Semantic scheduling: the router has no policy; hints only")
-        self._choice = ReplicaChoice(self._rules.policy.levels)
+        self._choice = ReplicaChoice(
+            self._rules.policy.levels,
+            memory=lambda: self._rules.policy.sessions.memory,
+        )
         self._failed: set[str] = set()
 
     async def choose_replicas(
@@ -47,7 +53,8 @@ class UrgencyRouter(RequestRouter):
         pending_request.routing_context.should_backoff = True
         request = pending_request.metadata.internal_request_id
         try:
-            chosen = self._choice.choose(request, self._level(pending_request))
+            level, session = self._level(pending_request), self._session(pending_request)
+            chosen = self._choice.choose(request, level, session)
         except Exception:
             self._report("choosing a replica")
             return [candidate_replicas]
@@ -91,12 +98,15 @@ class UrgencyRouter(RequestRouter):
         policy = self._rules.policy
         if not policy.uses_urgency or not pending.args:
             return policy.default_level
-        body, *more = pending.args
-        request = {name: getattr(body, name, None) for name in _FIELDS}
-        given = getattr(more[0], "headers", None) if more else None
-        headers = [(name.lower().encode(), text.encode()) for name, text in (given or {}).items()]
-        context = RequestContext.of({"headers": headers})
+        request, context = _parts(pending)
         return self._rules.preview_of(request, context.priority, context.tenant).level
+
+    def _session(self, pending: PendingRequest) -> SessionKey | None:
+        """The session of a request; None without one, or if the policy has no sessions."""
+        if self._rules.policy.sessions.memory is None or not pending.args:
+            return None
+        request, context = _parts(pending)
+        return session_of(request, context.tenant, context.session)
 
     def _reload(self, file: PolicyFile) -> None:
         try:
@@ -112,3 +122,12 @@ class UrgencyRouter(RequestRouter):
         if doing not in self._failed:  # a traceback for every request would fill the log
             self._failed.add(doing)
             logger.exception("Semantic scheduling: error while %s", doing)
+
+
+def _parts(pending: PendingRequest) -> tuple[dict[str, Any], RequestContext]:
+    """The body of a request as far as it is read, and its headers."""
+    body, *more = pending.args
+    request = {name: getattr(body, name, None) for name in _FIELDS}
+    given = getattr(more[0], "headers", None) if more else None
+    headers = [(name.lower().encode(), text.encode()) for name, text in (given or {}).items()]
+    return request, RequestContext.of({"headers": headers})

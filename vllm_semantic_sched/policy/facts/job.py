@@ -210,6 +210,16 @@ class SessionTurn:
     words: str = ""  # of this request, until the session has them
     number: int = 0  # of the turn, from 1
 
+    def inherited(self, level: int, source: LevelSource) -> Floor | None:
+        """The floor, if it replaces a level of this origin; None if the level stands. A level that
+        the client states stands, and one that its text was read at unless the client stated the
+        floor: else the text was read after that of the floor, and says whether it is over."""
+        floor = self.floor
+        if floor is None or floor.level >= level or source in STATED:
+            return None
+        is_read = source is LevelSource.PREDICTION
+        return None if is_read and floor.source not in STATED else floor
+
 
 @dataclass(slots=True)
 class Credit:
