@@ -17,13 +17,13 @@ import yaml
 from common import main, write_json
 
 from vllm_semantic_sched.cli.console import make_console
-from vllm_semantic_sched.engine.requests.prediction import continued, newest_words
 from vllm_semantic_sched.lab.report.tables import make_table
 from vllm_semantic_sched.policy.config import parse_policy
 from vllm_semantic_sched.policy.config.reference import PolicyRef
 from vllm_semantic_sched.policy.estimates.decision import predicted_level
 from vllm_semantic_sched.policy.sessions import Sessions
 from vllm_semantic_sched.predict.model import TextPredictor
+from vllm_semantic_sched.predict.window import continued, newest_words
 
 URGENT = 1  # the last level that counts as urgent
 LAST_TURN = 6  # that counts

@@ -2,10 +2,10 @@
 
 POST /annotate takes {"text": "..."} or an OpenAI request and answers with the urgency level, the
 expected output tokens, the provisional reading (probabilities of levels and length buckets), and
-the headers and body fields for LiteLLM, llm-d, Dynamo and SMG. It keeps no state. It reads with the
-predictor, as the server does, where torch is installed; without it, or with --reader instant, with
-the instant reader alone, which is faster and misses more. It has no authentication: keep it on the
-gateway's own network.
+the headers and body fields for LiteLLM, llm-d, Dynamo and SMG. It keeps no state but the sessions
+of a policy that has them, in memory. It reads with the predictor, as the server does, where torch
+is installed; without it, or with --reader instant, with the instant reader alone, which is faster
+and misses more. It has no authentication: keep it on the gateway's own network.
 """
 
 import argparse

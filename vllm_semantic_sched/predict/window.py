@@ -6,7 +6,7 @@ import functools
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import numpy
@@ -57,6 +57,9 @@ _NAME_BEFORE_COLON = re.compile(
     r"(?:^|\s)(?:user|human|assistant|ai|bot|system)\Z",
     re.IGNORECASE,
 )
+_USER = "\n<|im_start|>user\n"  # begins a turn
+# Characters of a request that its session remembers, half of them from each end.
+_MOST_REMEMBERED = 200
 _LONGEST_NAME = 10  # characters, with the white space before it
 _USERS = frozenset({"user", "human", "[inst]", "<</sys>>"})
 
@@ -156,6 +159,25 @@ def ends(text: str, most: int) -> str:
     """The first and the last of more than `most` characters."""
     half = most // 2
     return text if len(text) <= most else f"{text[:half]} {text[-half:]}"
+
+
+def newest_words(text: str) -> str:
+    """What a request says, for its session's next one: clean, at most 200 characters."""
+    return ends(clean(user_turns(text)[0]), _MOST_REMEMBERED)
+
+
+def continued(text: str, earlier: Sequence[str]) -> str:
+    """The text of a session's next request after the session's last words (the newest first), as
+    the chat that a client would send which sends all of it; unchanged if it is such a chat."""
+    newest, *before = user_turns(text)
+    if before or not earlier:
+        return text
+    return as_chat([*reversed(earlier), newest])
+
+
+def as_chat(said: Sequence[str]) -> str:
+    """What a user has said, the newest last, as the text of a chat."""
+    return "".join(f"{_USER}{text}" for text in said)
 
 
 def cut_pieces(pieces: list[_Piece], room: int) -> list[_Piece]:

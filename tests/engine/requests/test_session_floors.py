@@ -8,7 +8,6 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_semantic_sched import SemanticScheduler
 from vllm_semantic_sched.engine.requests.arrivals import pass_reading, read_session
-from vllm_semantic_sched.engine.requests.prediction import continued, newest_words
 from vllm_semantic_sched.engine.vllm_api import Request
 from vllm_semantic_sched.lab.bench.standalone import (
     StubReader,
@@ -17,7 +16,7 @@ from vllm_semantic_sched.lab.bench.standalone import (
     run_step,
 )
 from vllm_semantic_sched.policy.facts.prediction import Prediction
-from vllm_semantic_sched.predict.window import cut_text
+from vllm_semantic_sched.predict.window import continued, cut_text, newest_words
 
 pytestmark = pytest.mark.engine
 

@@ -178,3 +178,98 @@ def test_hook_keeps_hints_and_requests_without_a_text(hook) -> None:
 
 def test_litellm_finds_the_hook_on_its_class(hook) -> None:
     assert "async_pre_call_hook" in vars(type(hook))
+
+
+SESSIONS = {"sessions": {"memory": 600.0}}
+LEVELS = {"there is a fire": 0, "never mind": 4}
+
+
+class Words(Predictor):
+    """The level of the newest known words in a text, else 3."""
+
+    def predict(self, texts) -> list[Prediction]:
+        self.calls.append([*texts])
+        places = [{text.rfind(said): level for said, level in LEVELS.items()} for text in texts]
+        levels = [found[max(found)] if max(found) >= 0 else 3 for found in places]
+        return [Prediction(tuple(float(level == one) for one in range(5))) for level in levels]
+
+
+class Gateway:
+    """Asks one annotator with a predictor, in a session."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.annotator = Annotator(parse_policy(SESSIONS), None, lambda: self.now)
+        self.predictor = Words()
+
+    def ask(self, request, session="s", tenant=None, read=True) -> tuple[int, str]:
+        turn = self.annotator.begin(request, tenant, session)
+        text = self.annotator.text_of(request, turn)
+        prediction = self.predictor.predict([text])[0] if read and text else None
+        answer = self.annotator.answer(request, prediction, tenant, turn)
+        return answer["level"], answer["source"]
+
+
+def test_text_is_read_after_what_its_session_said() -> None:
+    gateway = Gateway()
+    assert gateway.ask({"text": "there is a fire"}) == (0, "prediction")
+    assert gateway.ask(chat("in the kitchen")) == (0, "prediction")
+    assert gateway.ask(chat("in the kitchen"), session="other") == (3, "prediction")
+    assert gateway.ask(chat("in the kitchen"), tenant="other") == (3, "prediction")
+    extra = {"session": "s"}
+    assert gateway.ask(chat("help", vllm_xargs=extra), session=None) == (0, "prediction")
+    assert gateway.ask({"text": "never mind"}) == (4, "prediction")
+    gateway.now = 601.0
+    assert gateway.ask({"text": "hello"}) == (3, "prediction")
+
+
+def test_chat_that_brings_its_turns_is_read_as_it_is_and_leaves_its_last_one() -> None:
+    gateway = Gateway()
+    gateway.ask({"text": "there is a fire"})
+    said = ["hello", "hi", "never mind"]
+    roles = ["user", "assistant", "user"]
+    messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
+    assert gateway.ask({"messages": messages}) == (4, "prediction")
+    assert gateway.predictor.calls[-1] == ["hello\nnever mind"]
+    gateway.ask({"text": "and now?"})
+    turns = ["there is a fire", "never mind", "and now?"]
+    assert gateway.predictor.calls[-1] == ["".join(f"\n<|im_start|>user\n{x}" for x in turns)]
+
+
+def test_level_of_a_session_is_inherited_as_in_an_engine() -> None:
+    gateway = Gateway()
+    assert gateway.ask({"text": "a", "vllm_xargs": {"urgency": 1}}) == (1, "hint")
+    assert gateway.ask({"text": "b"}) == (1, "session"), "the client stated it"
+    assert gateway.ask({"messages": []}, read=False) == (1, "session")
+    assert gateway.ask({"text": "there is a fire"}) == (0, "prediction")
+    assert gateway.ask({"text": "c"}, read=False) == (0, "session"), "until the text is read"
+    assert gateway.ask({"text": "never mind"}) == (4, "prediction")
+    assert gateway.ask({"text": "d"}, read=False) == (2, "default")
+    gateway.ask({"text": "e", "vllm_xargs": {"urgency": 0}})
+    gateway.now = 601.0
+    assert gateway.ask({"text": "f"}) == (3, "prediction")
+
+
+def test_policy_without_sessions_reads_each_request_alone(annotator) -> None:
+    assert annotator.begin({"text": URGENT}, None, "s") is None
+
+
+def test_endpoint_takes_the_session_of_the_header() -> None:
+    predictor = Words()
+    bodies = [json.dumps(chat(text)).encode() for text in ("there is a fire", "in the kitchen")]
+    annotator = Annotator(parse_policy(SESSIONS), None)
+    headers = {"X-Session-ID": "s"}
+    answers = post(annotator, *bodies, reader=Reader(predictor), headers=headers)
+    assert [json.loads(text)["level"] for _, text in answers] == [0, 0]
+
+
+def test_hook_takes_the_session_of_the_header(hook) -> None:
+    hook._annotator = Annotator(parse_policy(SESSIONS), None)
+
+    def urgency(**more):
+        request = {"headers": {"x-session-id": "s"}}
+        data = chat("in the kitchen", model="llama", proxy_server_request=request, **more)
+        return call(hook, data)["vllm_xargs"]["urgency"]
+
+    assert urgency(vllm_xargs={"urgency": 0}) == 0
+    assert urgency() == 0

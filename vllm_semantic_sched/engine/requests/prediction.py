@@ -17,17 +17,13 @@ from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Predictio
 from vllm_semantic_sched.predict import stored_buckets
 from vllm_semantic_sched.predict.instant import InstantReader
 from vllm_semantic_sched.predict.service import PredictionService
-from vllm_semantic_sched.predict.window import clean, ends, user_turns
+from vllm_semantic_sched.predict.window import continued, newest_words
 
 # Tokens of a prompt that are decoded, half of them from each end: for the instant reader, about
 # twice a predictor's window, and for the predictor, whose window takes what is suspicious between
 # the ends.
 _LONGEST_INSTANT = 512
 _LONGEST_READ = 16_384
-
-# Characters of a request that its session remembers, half of them from each end.
-_MOST_SAID = 200
-_USER = "\n<|im_start|>user\n"  # begins a turn in a chat template, for the predictor's window
 
 # Requests remembered between their submission and their arrival. Far more than vLLM's input queue
 # holds: only requests that it rejects stay here.
@@ -229,20 +225,6 @@ class PredictionFeed:
         """Stop the predictor process of this engine."""
         if self.service is not None:
             self.service.close()
-
-
-def newest_words(text: str) -> str:
-    """What a request says, for the session's next one: clean, at most `_MOST_SAID` characters."""
-    return ends(clean(user_turns(text)[0]), _MOST_SAID)
-
-
-def continued(text: str, earlier: Sequence[str]) -> str:
-    """The text of a session's next request after the session's last words (the newest first), as
-    the chat that a client would send which sends all of it; unchanged if it is such a chat."""
-    newest, *before = user_turns(text)
-    if before or not earlier:
-        return text
-    return "".join(f"{_USER}{said}" for said in (*reversed(earlier), newest))
 
 
 def _load_instant(model: str | None, buckets: LengthBuckets | None) -> InstantReader | None:

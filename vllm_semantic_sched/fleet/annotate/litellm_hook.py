@@ -11,8 +11,10 @@ from typing import Any
 from litellm.integrations.custom_logger import CustomLogger
 
 from vllm_semantic_sched.engine.guard import guarded
+from vllm_semantic_sched.engine.http.request_context import SESSION_HEADER
 from vllm_semantic_sched.fleet.annotate.annotator import Annotator
 from vllm_semantic_sched.fleet.gateways import litellm_fields
+from vllm_semantic_sched.policy.facts.job import LevelSource
 
 
 class UrgencyHook(CustomLogger):
@@ -34,9 +36,16 @@ class UrgencyHook(CustomLogger):
     @guarded(lambda self, data: None)
     def _add_level(self, data: dict[str, Any]) -> None:
         given = data.get("vllm_xargs") or {}
-        if data.get("model") not in self._models or "urgency" in given:
+        if data.get("model") not in self._models:
             return
-        annotation = self._annotator.annotate(data)
-        if annotation.reading is not None:
+        request = data.get("proxy_server_request") or {}
+        session = (request.get("headers") or {}).get(SESSION_HEADER.decode())
+        turn = self._annotator.begin(data, session=session)
+        if "urgency" in given and turn is None:
+            return
+        annotation = self._annotator.annotate(data, turn=turn)
+        if "urgency" in given:  # the session knows it now
+            return
+        if annotation.reading is not None or annotation.source == LevelSource.SESSION.value:
             fields = litellm_fields(self._annotator.policy, annotation.level, annotation.tokens)
             data["vllm_xargs"] = {**given, **fields.body["vllm_xargs"]}
