@@ -73,8 +73,9 @@ class Sessions(Section):
     memory: float | None = Field(None, gt=0)
     """Seconds for which a session is remembered after a request. The predictor reads a text after
     the session's last words, as it reads a chat; and until it has, or where it reads nothing, a
-    request without a hint runs at least at the level of the session's last urgent one. Unset: each
-    request by itself."""
+    request without a hint runs at least at the level of the session's last urgent one. Of several
+    engines, a session stays with one while few requests wait there. Unset: each request by
+    itself."""
 
 
 class MissedCosts(Section):
