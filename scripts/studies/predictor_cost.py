@@ -1,14 +1,16 @@
 """Cost of a prediction, alone and beside a busy engine.
 
 Measures the latency of one text on one thread, the throughput in full batches and the size of the
-weights; with --engine also the time of the engine's steps with and without prompts to predict, on
-a real `vllm serve`. Prints tables and writes `predictor.json`.
+weights, and simulates what that throughput means at the pace of a GPU (configs/scenarios/
+reading.yaml); with --engine also the time of the engine's steps with and without prompts to
+predict, on a real `vllm serve`. Prints tables and writes `predictor.json`.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +28,9 @@ from vllm_semantic_sched.lab.bench.results import environment
 from vllm_semantic_sched.lab.bench.server import ServerConfig, prefer_client
 from vllm_semantic_sched.lab.report.tables import make_table
 from vllm_semantic_sched.predict.model import SHIPPED_WEIGHTS, TextPredictor
+from vllm_semantic_sched.sim.request import Run
+from vllm_semantic_sched.sim.scenario import load_scenarios
+from vllm_semantic_sched.sim.simulation import simulate
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,6 +55,7 @@ _SENTENCE = (
 )
 _FRAME = 2  # [CLS] and [SEP]
 _WARM_UP = 5
+_IN_TIME = 0.3  # seconds
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,15 @@ class Latency:
     wordpieces: int
     p50: float
     p99: float
+
+
+@dataclass(frozen=True)
+class Pace:
+    """A simulated load with a predictor of this speed; None: clients state the levels."""
+
+    texts_per_second: float | None
+    in_time: float  # share of texts read before their request starts, or within `_IN_TIME`
+    ttft_p99: float  # of level 0, seconds
 
 
 @dataclass(frozen=True)
@@ -101,6 +116,33 @@ def measure_throughput(path: str | None, threads: int, seconds: float) -> Throug
         batches += 1
         elapsed = time.perf_counter() - started
     return Throughput(threads, batches * BATCH / elapsed)
+
+
+def simulate_pace(texts_per_second: float | None, requests: int) -> Pace:
+    """Simulate configs/scenarios/reading.yaml with so many requests."""
+    changes = {
+        "sweep": [],
+        "workload.requests": requests,
+        "workload.hints": texts_per_second is None,
+        "predictor.latency_per_request": 1 / (texts_per_second or math.inf),
+    }
+    [scenario] = load_scenarios("reading", changes)
+    runs = simulate(scenario, "ems").runs
+    first_tokens = [
+        run.first_token - run.request.arrival
+        for run in runs
+        if run.request.level == 0 and run.first_token is not None
+    ]
+    in_time = sum(map(_is_read_in_time, runs)) / len(runs)
+    return Pace(texts_per_second, in_time, percentiles(first_tokens)[1])
+
+
+def _is_read_in_time(run: Run) -> bool:
+    read = run.job.read_at
+    if read is None:
+        return False
+    started = math.inf if run.started is None else run.started
+    return read <= max(run.request.arrival + _IN_TIME, started)
 
 
 def thread_counts() -> list[int]:
@@ -166,6 +208,12 @@ def _measure_cost(args: argparse.Namespace) -> tuple[list[Latency], list[Through
     return latencies, throughputs
 
 
+def _simulate_paces(throughputs: Sequence[Throughput], requests: int) -> list[Pace]:
+    Progress(shown=True).message("simulating a GPU's pace")
+    speeds = [throughput.requests_per_second for throughput in throughputs]
+    return [simulate_pace(speed, requests) for speed in (None, *speeds)]
+
+
 def _measure_engine(args: argparse.Namespace) -> dict[str, StepTimes]:
     server = ServerConfig(
         model=args.engine,
@@ -205,6 +253,30 @@ def _print_cost(
         console.print(f"weights and tokenizer: {size / 1e6:.1f} MB")
 
 
+def _print_paces(paces: Sequence[Pace]) -> None:
+    stated = paces[0].ttft_p99
+    print_table(
+        "simulated: 55 requests/s on an H100, the level from",
+        (
+            "",
+            "texts/s",
+            f"read before the start or in {_IN_TIME:g} s",
+            "level 0: TTFT p99, s",
+            "of hints",
+        ),
+        (
+            (
+                "hints" if pace.texts_per_second is None else "text",
+                "-" if pace.texts_per_second is None else f"{pace.texts_per_second:.0f}",
+                "-" if pace.texts_per_second is None else f"{pace.in_time:.1%}",
+                f"{pace.ttft_p99:.2f}",
+                f"{pace.ttft_p99 / stated:.2f}x",
+            )
+            for pace in paces
+        ),
+    )
+
+
 def _print_steps(console: Console, steps: Mapping[str, StepTimes], rate: int) -> None:
     titles = {
         "none": "no arrivals",
@@ -238,6 +310,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--predictor", help="folder or hub id of another predictor than the shipped one")
     add("--repeats", type=int, default=300, help="timed predictions per length (%(default)s)")
     add("--seconds", type=float, default=5.0, help="of each throughput figure (%(default)s)")
+    add("--requests", type=int, default=6000, help="simulated at a GPU's pace (%(default)s)")
     add("--engine", type=Path, metavar="MODEL", help="also measure step times, serving this model")
     add("--policy", default="ems", help="with --engine: a name or a YAML file (%(default)s)")
     add("--rate", type=int, default=50, help="with --engine: prompts per second (%(default)s)")
@@ -256,6 +329,8 @@ def run(args: argparse.Namespace) -> int:
     latencies, throughputs = _measure_cost(args)
     size = weights_bytes(args.predictor)
     _print_cost(console, latencies, throughputs, size)
+    paces = _simulate_paces(throughputs, args.requests)
+    _print_paces(paces)
     targets = cost_targets(latencies, throughputs, size)
     steps: Mapping[str, StepTimes] = {}
     if args.engine:
@@ -269,6 +344,7 @@ def run(args: argparse.Namespace) -> int:
         "latency_seconds": [asdict(latency) for latency in latencies],
         "throughput": [asdict(throughput) for throughput in throughputs],
         "weights_bytes": size,
+        "pace": [asdict(pace) for pace in paces],
         "step_time_seconds": {condition: asdict(times) for condition, times in steps.items()},
         "targets": [{**asdict(target), "met": target.met} for target in targets],
     }

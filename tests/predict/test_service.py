@@ -14,7 +14,7 @@ from vllm_semantic_sched.policy.config.estimates import Predictor
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict import service as service_module
 from vllm_semantic_sched.predict import worker
-from vllm_semantic_sched.predict.process import PredictorProcess
+from vllm_semantic_sched.predict.process import PredictorProcess, threads_of
 from vllm_semantic_sched.predict.service import PredictionService, PredictorError
 
 # Answers level 0 for texts that contain "help", reports its batch size as the length of each, and
@@ -117,6 +117,13 @@ def test_predictions_come_back_by_request(start) -> None:
     results = wait_for(service, 2)
     assert results["a"].urgency == (1.0, 0.0) and results["b"].urgency == (0.0, 1.0)
     assert service.drain() == [] and service.pending == 0
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(2, 1), (16, 2), (128, 4)])
+def test_predictor_takes_idle_cores_where_there_are_many(monkeypatch, cores, threads) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores)))
+    assert threads_of(Predictor()) == threads
+    assert threads_of(Predictor(threads=3)) == 3
 
 
 def test_worker_gets_threads_and_model() -> None:

@@ -73,6 +73,11 @@ def test_cost_targets_have_upper_and_lower_limits():
     ]
 
 
+def test_slow_predictor_reads_too_late_at_a_gpus_pace():
+    slow, fast = (predictor_cost.simulate_pace(speed, 300) for speed in (5.0, 500.0))
+    assert slow.in_time < 0.5 and fast.in_time > 0.95
+
+
 def test_step_times_are_pooled_and_compared_with_known_prompts():
     slow = [
         Phase("new", 0.0, 10.0, 5, 4.0, [0.010] * 50),
@@ -101,11 +106,15 @@ def test_every_second_cycle_is_reversed(tmp_path):
 def test_study_prints_and_writes_its_figures(tmp_path, capsys):
     parser = argparse.ArgumentParser()
     predictor_cost.add_arguments(parser)
-    command = ["--output", str(tmp_path), "--repeats", "2", "--seconds", "0.01"]
+    command = ["--output", str(tmp_path), "--repeats", "2", "--seconds", "0.01", "--requests", "60"]
     assert predictor_cost.run(parser.parse_args(command)) == 0
     document = json.loads((tmp_path / "predictor.json").read_text())
     assert [item["wordpieces"] for item in document["latency_seconds"]] == [16, 64, 128]
     assert [item["threads"] for item in document["throughput"]] == thread_counts()
+    assert [pace["texts_per_second"] is None for pace in document["pace"]] == [
+        True,
+        *(False for _ in thread_counts()),
+    ]
     assert 0 < document["weights_bytes"] <= 60e6
     assert {target["met"] for target in document["targets"]} <= {True, False}
     assert "at most 8" in capsys.readouterr().out

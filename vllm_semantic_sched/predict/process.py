@@ -2,13 +2,30 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_semantic_sched.policy.config.estimates import Predictor
+
 _PATIENCE = 5.0  # seconds that a process may take to end after it closed its pipes
+
+
+# Where `predictor.threads` is unset. A small machine has no core to spare; more than four threads
+# gain little on a batch.
+_CORES_PER_THREAD = 8
+_MOST_THREADS = 4
+
+
+def threads_of(settings: Predictor) -> int:
+    """The number of CPU threads of the predictor process."""
+    if settings.threads is not None:
+        return settings.threads
+    cores = len(os.sched_getaffinity(0))
+    return min(_MOST_THREADS, max(1, cores // _CORES_PER_THREAD))
 
 
 class PredictorError(RuntimeError):

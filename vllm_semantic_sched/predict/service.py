@@ -21,7 +21,13 @@ from vllm_semantic_sched.policy.facts.prediction import (
     LengthBuckets,
     Prediction,
 )
-from vllm_semantic_sched.predict.process import LONGEST, PassSize, PredictorError, PredictorProcess
+from vllm_semantic_sched.predict.process import (
+    LONGEST,
+    PassSize,
+    PredictorError,
+    PredictorProcess,
+    threads_of,
+)
 from vllm_semantic_sched.predict.shared import shared_command
 
 _START_TIMEOUT = 180.0  # seconds; loading torch on a busy machine takes tens of them
@@ -69,7 +75,7 @@ class PredictionService:
         group: str | None = None,
     ) -> None:
         self._logger = logger
-        self._command = [*command, "--threads", str(settings.threads)]
+        self._command = [*command, "--threads", str(threads_of(settings))]
         if settings.model is not None:
             self._command += ["--model", settings.model]
         # Without a folder of its own, a user has no socket that others cannot reach.

@@ -40,6 +40,7 @@ from vllm_semantic_sched.policy.facts.job import Floor, LevelSource, SessionTurn
 from vllm_semantic_sched.policy.facts.prediction import MAX_BATCH, Prediction
 from vllm_semantic_sched.policy.sessions import Sessions
 from vllm_semantic_sched.predict.instant import InstantReader
+from vllm_semantic_sched.predict.process import threads_of
 from vllm_semantic_sched.predict.window import continued, newest_words
 
 if TYPE_CHECKING:
@@ -238,7 +239,7 @@ def load_reader(policy: Policy) -> Reader | None:
         return None
     from vllm_semantic_sched.predict.model import TextPredictor
 
-    return Reader(TextPredictor.load(policy.predictor.model, policy.predictor.threads))
+    return Reader(TextPredictor.load(policy.predictor.model, threads_of(policy.predictor)))
 
 
 def make_app(annotator: Annotator, reader: Reader | None = None) -> web.Application:

@@ -52,8 +52,9 @@ class Predictor(Section):
     model: str | None = None
     """Local path or hub id of a transformers sequence classifier whose labels, in order, are the
     urgency levels. Unset: the model shipped with the package."""
-    threads: int = Field(1, ge=1)
-    """CPU threads of the predictor process."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of the predictor process. Unset: one for every eight cores that the engine may
+    use, at least one and at most four."""
     instant: Literal["none", "order", "start", "preempt"] = "preempt"
     """What a provisional level may do: that of the instant reader, a small linear model that reads
     each request on arrival. `none`: requests wait for the predictor. `order`: put the request in
