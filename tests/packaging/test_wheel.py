@@ -83,7 +83,7 @@ def test_sdist_holds_all_texts_and_what_builds_it():
     files = {file.distribution_path for file in builder.recurse_included_files()}
     texts = {path.relative_to(ROOT).as_posix() for path in (ROOT / TEXTS).rglob("*.*")}
     folders = {Path(path).parent.name for path in texts}
-    assert folders == {"texts", "written", "everyday", "compositions"}
+    assert folders == {"texts", "written", "everyday", "compositions", "long"}
     assert texts <= files
     assert {"README.md", "LICENSE", "CHANGELOG.md", "scripts/setup.sh"} <= files
 

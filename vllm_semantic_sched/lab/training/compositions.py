@@ -3,7 +3,7 @@
 An emergency keeps its level before, after and between everyday tasks, in a pasted block, in the
 middle of a long text about something else, and in any turn of a chat until it is over. A quoted,
 invented or finished one is level 4, and what a text claims about its own urgency changes nothing.
-texts/compositions and texts/long.yaml hold the parts of each language.
+texts/compositions and texts/long/ hold the parts of each language.
 """
 
 import random

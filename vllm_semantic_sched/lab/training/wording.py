@@ -14,7 +14,7 @@ from pydantic import Field
 from vllm_semantic_sched.policy.config.section import Section, parse_section
 
 _TEXTS = Path(__file__).with_name("texts")
-_BY_LANGUAGE = ("written", "everyday", "compositions")  # folders that wheels lack
+_BY_LANGUAGE = ("written", "everyday", "compositions", "long")  # folders that wheels lack
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 _AGES = {"{age}": (3, 90), "{young}": (1, 12), "{old}": (55, 92)}
 
@@ -112,7 +112,7 @@ class Parts(Section):
 
 
 class LongTexts(Section):
-    """Long prompts (texts/long.yaml)."""
+    """Long prompts (texts/long/parts.yaml)."""
 
     calm: _Texts  # full of words of emergencies, of which none happens now
     carriers: dict[str, _Texts]  # by language: other long texts, each unit on a line of its own
@@ -174,7 +174,7 @@ def everyday_rows() -> Mapping[str, Sequence[tuple[str, int]]]:
 @functools.cache
 def long_texts() -> LongTexts:
     """Parts of long prompts."""
-    return read_texts(_TEXTS / "long.yaml", LongTexts)
+    return read_texts(_TEXTS / "long" / "parts.yaml", LongTexts)
 
 
 @functools.cache
