@@ -51,23 +51,40 @@ def test_new_request_takes_the_seat_of_one_that_outgrew_its_queue() -> None:
     assert run_trace([(0.0, 100, 100.0), (0.001, 10, 100.0)], "las") == [0, 1]
 
 
-def run_trace(rows, baseline: str) -> list[int]:
+@pytest.mark.parametrize(
+    ("boost", "order"),
+    [
+        ({"gamma": 100.0, "lengths": True}, [0, 1, 2, 3]),  # by arrival
+        ({"gamma": 0.001, "lengths": True}, [0, 2, 3, 1]),  # shortest first
+        ({"gamma": 0.001}, [0, 1, 2, 3]),  # the prompts are equal
+    ],
+)
+def test_boosted_arrival_lies_between_arrival_and_shortest_first(boost, order) -> None:
+    rows = [(0.0, 40, 9.0), (0.1, 30, 9.0), (0.2, 10, 9.0), (0.3, 20, 9.0)]
+    assert run_trace(rows, "boost", boost) == order
+
+
+def run_trace(rows, baseline: str, boost=None) -> list[int]:
     """The order in which the requests of a trace finish on one seat."""
-    scenario = trace_scenario(rows, baseline)
+    scenario = trace_scenario(rows, baseline, boost)
     runs = simulate(scenario, "one").runs
     return [run.request.index for run in sorted(runs, key=lambda run: run.finish)]
 
 
-def trace_scenario(rows, baseline: str):
+def trace_scenario(rows, baseline: str, boost=None):
     path = trace_path(rows)
     policy = {"base": "sjf", "predictor": {"enabled": False}}
+    baselines = {baseline: ["one"]} if baseline != "none" else {}
     if baseline == "las":
         policy = {"base": "priority", "default_level": 0, "predictor": {"enabled": False}}
+    if boost is not None:
+        policy["base"] = "semantic"
+        baselines = {"boost": {"one": boost}}
     data = {
         "workload": {"arrivals": "jsonl", "path": str(path), "limits": True},
         "engine": {"seats": 1, "swap": True},
         "schedulers": {"one": policy},
-        "baselines": {baseline: ["one"]} if baseline != "none" else {},
+        "baselines": baselines,
     }
     return parse_scenarios(data)[0]
 
@@ -110,3 +127,5 @@ def test_baseline_must_be_a_scheduler_with_its_base() -> None:
         load_scenarios("deadlines", {"baselines.edf": ["ems"]})
     with pytest.raises(PolicyError, match=r"baselines\.las: 'other' is not one of"):
         load_scenarios("deadlines", {"baselines.las": ["other"]})
+    with pytest.raises(PolicyError, match=r"baselines\.boost: 'ems' needs weighted_levels"):
+        load_scenarios("deadlines", {"baselines.boost": {"ems": {"gamma": 0.1}}})

@@ -30,6 +30,9 @@ METRICS = {
     "ttft_mean": "mean of first token - arrival, s",
     "ttft_p99": "99th percentile of first token - arrival, s",
     "tpot_mean": "mean of (finish - first token) / (output tokens - 1), s",
+    "program_mean": "mean over sessions of the sum of finish - arrival of their requests, s: from "
+    "first arrival to last finish without pauses, where each waits for the answer before it",
+    "program_p99": "99th percentile of the same, s",
     "queueing_mean": "mean of first seat - arrival, s",
     "held_mean": "mean time in a seat without tokens, because the request was held, s",
     "recomputes": "preemptions whose KV was dropped",
@@ -79,10 +82,13 @@ class Recorder:
         self._levels = [_Row() for _ in slos]
         self._all = _Row()
         self._service = TenantService()
+        self._programs = Programs()
 
     def add(self, run: Run) -> None:
         """Take in a request that has finished or was refused; in the order of finishes."""
         request = run.request
+        if request.session:
+            self._programs.add(run)
         if run.refused:
             for row in (self._levels[request.level], self._all):
                 has_slo = bool(self._targets[request.level]) or request.deadline is not None
@@ -120,6 +126,9 @@ class Recorder:
             fairness = self._service.fairness()
             if fairness is not None:
                 rows[ALL]["fairness"] = fairness
+        for level, seconds in self._programs.seconds().items():
+            rows[level]["program_mean"] = float(np.mean(seconds))
+            rows[level]["program_p99"] = float(np.percentile(seconds, 99))
         return rows
 
     def _add_block(self) -> None:
@@ -214,6 +223,29 @@ class _Row:
                 percentiles = np.percentile(np.concatenate(parts), list(columns.values()))
                 row |= dict(zip(columns, percentiles.tolist(), strict=True))
         return {name: row[name] for name in METRICS if name in row}
+
+
+class Programs:
+    """What the requests of each session took together. Memory grows with the sessions."""
+
+    def __init__(self) -> None:
+        self._seconds = defaultdict[tuple[int, str], float](float)  # by true level and session
+
+    def add(self, run: Run) -> None:
+        """Add a request of a session, whose other ones have its level."""
+        request = run.request
+        # A session without one of its answers has no end.
+        seconds = math.inf if run.finish is None else run.finish - request.arrival
+        self._seconds[request.level, request.session] += seconds
+
+    def seconds(self) -> dict[str, list[float]]:
+        """The sums of the sessions that have all their answers, by level and over all."""
+        seconds: dict[str, list[float]] = {}
+        for (level, _), total in self._seconds.items():
+            if total < math.inf:
+                seconds.setdefault(str(level), []).append(total)
+                seconds.setdefault(ALL, []).append(total)
+        return seconds
 
 
 class TenantService:

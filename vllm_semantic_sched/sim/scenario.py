@@ -104,6 +104,8 @@ def _cell(data: dict[str, Any], point: dict[str, Any], source: str) -> Scenario:
     for field, names, base in (
         ("edf", settings.baselines.edf, "sjf"),
         ("las", settings.baselines.las, "priority"),
+        ("boost", settings.baselines.boost, "semantic"),
+        ("sessions", settings.baselines.sessions, "semantic"),
     ):
         for name in names:
             where = f"{source}: baselines.{field}: {name!r}"
@@ -111,6 +113,10 @@ def _cell(data: dict[str, Any], point: dict[str, Any], source: str) -> Scenario:
                 raise PolicyError(f"{where} is not one of {', '.join(policies)}")
             if policies[name].base != base:
                 raise PolicyError(f"{where} needs base: {base}")
+            # Whose times are not those of work, and cannot be weighed against levels.
+            strict = field in ("boost", "sessions")
+            if strict and policies[name].weighted_levels.factor is not None:
+                raise PolicyError(f"{where} needs weighted_levels.factor: null")
     confusion = settings.predictor.confusion
     by_level: list[tuple[str, Sequence[object]]] = [
         ("workload.mix", settings.workload.mix),

@@ -55,10 +55,15 @@ class Reuse(Section):
     beginning: Lengths = Lengths(value=512)
     """Tokens of each, before those of `workload.prompt`."""
     turns: int = Field(1, ge=1)
-    """Requests of a session. Each prompt continues the last one and its answer by the tokens of
-    `workload.prompt`."""
+    """Requests of a session, in the mean. Each prompt continues the last one and its answer by the
+    tokens of `workload.prompt`."""
+    spread: float = Field(0.0, ge=0)
+    """Spread of the logarithm of the number of turns; 0: all sessions have as many."""
     pause: float = Field(20.0, gt=0)
     """Mean seconds from one turn of a session to the next, exponential."""
+    closed: bool = False
+    """A turn comes `pause` after the answer to the one before, as in a program that needs it,
+    instead of after its arrival. All turns of each session are run."""
 
 
 class WorkloadModel(Section):
@@ -216,6 +221,15 @@ class Gate(Section):
     """The schedulers that have the gate, of those that order by urgency."""
 
 
+class Boost(Section):
+    """Order by arrival less a boost, see `sim.baselines.boosted`."""
+
+    gamma: float = Field(gt=0)
+    """Per second. The higher, the closer to the order of arrival; the lower, to shortest first."""
+    lengths: bool = False
+    """Whether the boost depends on the predicted length, too."""
+
+
 class Baselines(Section):
     """Orders of other systems, for comparison. Only the simulator has them."""
 
@@ -225,6 +239,12 @@ class Baselines(Section):
     """Schedulers of `base: priority` that run the least attained service first, as a queue with
     feedback does: a request falls by a level after 64 tokens, the next after four times as many,
     and so on."""
+    boost: dict[str, Boost] = Field(default_factory=dict)
+    """Schedulers of `base: semantic`, without `weighted_levels`, whose levels run by boosted
+    arrival."""
+    sessions: dict[str, Literal["first", "least"]] = Field(default_factory=dict)
+    """Schedulers of `base: semantic`, without `weighted_levels`, whose levels run the session that
+    began `first`, or the one with the `least` attained service."""
 
 
 class Settings(Section):

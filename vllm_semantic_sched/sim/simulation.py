@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import reading_level, reading_order
 from vllm_semantic_sched.policy.facts.job import StatedDeadlines, StatedLength
 from vllm_semantic_sched.policy.placement import Placed, Placement
-from vllm_semantic_sched.sim.baselines import Feedback, due
+from vllm_semantic_sched.sim.baselines import Feedback, SessionOrder, boosted, due
 from vllm_semantic_sched.sim.engine import Engine
 from vllm_semantic_sched.sim.events import EventQueue, Order
 from vllm_semantic_sched.sim.metrics import DepthHistory
@@ -24,7 +24,7 @@ from vllm_semantic_sched.sim.predictor import (
     draw_instant,
     draw_predictions,
 )
-from vllm_semantic_sched.sim.request import Run
+from vllm_semantic_sched.sim.request import Run, SimRequest
 from vllm_semantic_sched.sim.scenario import Scenario
 from vllm_semantic_sched.sim.sections import Baselines, Routing
 from vllm_semantic_sched.sim.workload import Workload, draw_workload
@@ -87,8 +87,7 @@ def simulate(
         simulation.replicas.append(replica)
         if watch is not None:
             watch(replica.core)
-    if len(workload):
-        simulation.expect(0)
+    simulation.expect_next()
     simulation.events.run()
     simulation.runs.sort(key=lambda run: run.request.index)
     return simulation
@@ -134,6 +133,10 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self._longest = int(self.workload.outputs.max(initial=1))  # tokens of an answer
+        self._followers = self.workload.followers()
+        follow = set(self._followers.values())
+        # Requests that come at times known in advance.
+        self._timed = (index for index in range(len(self.workload)) if index not in follow)
 
     def note_depth(self) -> None:
         """Record the number of waiting requests per level, over all engines, if wanted."""
@@ -142,20 +145,41 @@ class Simulation:
             self.depth.record(self.events.now, list(map(sum, zip(*waiting, strict=True))))
 
     def done(self, run: Run) -> None:
-        """Record that a request is finished or refused."""
-        self.router.leave(self.placed.pop(run.request.index))
+        """Record that a request is finished or refused. What waits for its answer comes next, or
+        never if it was refused."""
+        index = run.request.index
+        self.router.leave(self.placed.pop(index))
+        if index in self._followers and not run.refused:
+            self._follow(self._followers[index])
         if self.finished is None:
             self.runs.append(run)
         else:
             self.finished(run)
 
-    def expect(self, index: int) -> None:
-        """Schedule the arrival of a request."""
+    def expect_next(self) -> None:
+        """Schedule the next arrival whose time is known in advance."""
+        index = next(self._timed, None)
+        if index is None:
+            for replica in self.replicas:
+                replica.predictor.drain()
+            return
         arrival = float(self.workload.arrivals[index])
-        self.events.at(arrival, Order.ARRIVAL, lambda: self._arrive(index))
 
-    def _arrive(self, index: int) -> None:
-        request = self.workload.request(index)
+        def arrive() -> None:
+            self._arrive(self.workload.request(index))
+            self.expect_next()
+
+        self.events.at(arrival, Order.ARRIVAL, arrive)
+
+    def _follow(self, index: int) -> None:
+        """Schedule a request whose session has got its last answer now."""
+        assert self.workload.pauses is not None
+        arrival = self.events.now + float(self.workload.pauses[index])
+        request = replace(self.workload.request(index), arrival=arrival)
+        self.events.at(arrival, Order.ARRIVAL, lambda: self._arrive(request))
+
+    def _arrive(self, request: SimRequest) -> None:
+        index = request.index
         settings = self.scenario.settings
         any_core = self.replicas[0].core  # all have the same policy
         policy = any_core.policy
@@ -203,11 +227,6 @@ class Simulation:
             replica.predictor.submit(run, reading_order(policy, hint, instant))
         if not (awaits and settings.predictor.hold):
             replica.submit(run)
-        if index + 1 < len(self.workload):
-            self.expect(index + 1)
-        else:
-            for replica in self.replicas:
-                replica.predictor.drain()
 
 
 class _Replica:
@@ -243,6 +262,13 @@ class _Replica:
         """Order requests as another system does, if the scheduler stands for one."""
         if scheduler in baselines.edf:
             self.core.rank_by = due
+        if scheduler in baselines.boost:
+            boost = baselines.boost[scheduler]
+            self.core.rank_by = boosted(self.core.estimates, boost.gamma, boost.lengths)
+        if scheduler in baselines.sessions:
+            order = SessionOrder(self.engine)
+            by = baselines.sessions[scheduler]
+            self.core.rank_by = order.began if by == "first" else order.attained
         if scheduler in baselines.las:
             self._feedback = Feedback(self.engine)
 

@@ -14,10 +14,11 @@ import numpy as np
 
 from vllm_semantic_sched.sim.data_folder import data_root
 from vllm_semantic_sched.sim.request import SimRequest
-from vllm_semantic_sched.sim.sections import Lengths, WorkloadModel
+from vllm_semantic_sched.sim.sections import Lengths, Reuse, WorkloadModel
 
 _EPOCH = datetime(2023, 1, 1)
 _HASHED_TOKENS = 512  # of one of a trace's `hash_ids`
+_MOST_TURNS = 10  # of a session, as a multiple of the mean
 
 
 class Segment(NamedTuple):
@@ -45,6 +46,10 @@ class Workload:
     recorded: Sequence[SimRequest] = ()  # the requests themselves, if more of them is known
     segments: Sequence[tuple[Segment, ...]] = ()  # of each request, if some begin alike
     block_size: int = 16  # tokens of a KV block, in which requests share their segments
+    # Number of each request's session, and seconds after the answer before its own at which it
+    # comes, in place of its arrival; None: no request waits for another one's answer.
+    sessions: np.ndarray | None = None
+    pauses: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.arrivals)
@@ -61,9 +66,22 @@ class Workload:
             prompt_tokens=int(self.prompts[index]),
             output_tokens=int(self.outputs[index]),
             tenant=tenant,
+            session="" if self.sessions is None else f"session {self.sessions[index]}",
             deadline=self._deadline(index),
             blocks=tuple(self._blocks(self.segments[index])) if self.segments else (),
         )
+
+    def followers(self) -> dict[int, int]:
+        """By place, the place of the request that waits for its answer."""
+        if self.sessions is None:
+            return {}
+        latest: dict[int, int] = {}
+        followers: dict[int, int] = {}
+        for place, session in enumerate(self.sessions.tolist()):
+            if session in latest:
+                followers[latest[session]] = place
+            latest[session] = place
+        return followers
 
     def _deadline(self, index: int) -> float | None:
         seconds = math.nan if self.deadlines is None else float(self.deadlines[index])
@@ -84,7 +102,7 @@ def draw_workload(
 ) -> Workload:
     """Draw the requests of a run, or read them from a trace. WorkloadError if it cannot be read."""
     segments: list[tuple[Segment, ...]] = []
-    stated = None
+    stated = sessions = pauses = None
     if model.arrivals in ("jsonl", "azure"):
         rows = _read_trace(model, levels)
         true_levels = draw_levels(model.mix, levels, len(rows), rng)
@@ -100,7 +118,8 @@ def draw_workload(
         if any(row.deadline is not None for row in rows):
             stated = np.array([row.deadline for row in rows], dtype=float)
     elif model.reuse.beginnings or model.reuse.turns > 1:
-        arrivals, true_levels, prompts, outputs, segments = _draw_sessions(model, levels, rng)
+        turns = _draw_sessions(model, levels, rng)
+        arrivals, true_levels, prompts, outputs, segments, sessions, pauses = turns
     else:
         arrivals = _draw_arrivals(model, rng)
         count = len(arrivals)
@@ -111,6 +130,8 @@ def draw_workload(
     if model.tenants:
         weights = np.array(model.tenants)
         tenants = rng.choice(len(weights), len(arrivals), p=weights / weights.sum())
+        if sessions is not None:
+            tenants = tenants[sessions]
     if model.deadlines:
         shortest, longest = np.array(model.deadlines).T[:, true_levels]
         drawn = rng.uniform(shortest, longest)
@@ -124,23 +145,36 @@ def draw_workload(
         deadlines=stated,
         segments=segments,
         block_size=block_size,
+        sessions=sessions,
+        pauses=None if pauses is None else pauses / model.speed,
     )
 
 
-def _draw_sessions(
-    model: WorkloadModel, levels: int, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[tuple[Segment, ...]]]:
-    """Arrivals, levels, prompts, answers and segments of the requests of sessions, see `Reuse`."""
+class _Turns(NamedTuple):
+    """Requests of sessions, as in `Workload`."""
+
+    arrivals: np.ndarray
+    levels: np.ndarray
+    prompts: np.ndarray
+    outputs: np.ndarray
+    segments: list[tuple[Segment, ...]]
+    sessions: np.ndarray | None
+    pauses: np.ndarray | None
+
+
+def _draw_sessions(model: WorkloadModel, levels: int, rng: np.random.Generator) -> _Turns:
+    """The requests of sessions, see `Reuse`."""
     reuse = model.reuse
-    turns = reuse.turns
     first = model.model_copy(
         update={
-            "rate": model.rate / turns,
-            "requests": None if model.requests is None else -(-model.requests // turns),
+            "rate": model.rate / reuse.turns,
+            "requests": None if model.requests is None else -(-model.requests // reuse.turns),
         }
     )
     starts = _draw_arrivals(first, rng)
     sessions = len(starts)
+    counts = _draw_turns(reuse, sessions, rng)
+    turns = int(counts.max(initial=1))
     pauses = rng.exponential(reuse.pause, (sessions, turns))
     pauses[:, 0] = starts
     arrivals = pauses.cumsum(axis=1).ravel()
@@ -156,19 +190,33 @@ def _draw_sessions(
     answered = outputs.cumsum(axis=1) - outputs  # in the turns before
     prompts = shared[:, np.newaxis] + added.cumsum(axis=1) + answered
     totals = (prompts + outputs).ravel()
-    order = np.argsort(arrivals, kind="stable")[: model.requests]
+    order = np.argsort(arrivals, kind="stable")
+    order = order[order % turns < counts[order // turns]]
+    if not reuse.closed:  # whose sessions may be cut off
+        order = order[: model.requests]
     segments: list[tuple[Segment, ...]] = []
     for place in order.tolist():
         session = place // turns
         beginning = Segment(sessions + int(numbers[session]), int(shared[session]))
         segments.append((beginning, Segment(session, int(totals[place]))))
-    return (
-        arrivals[order],
-        true_levels[order],
-        prompts.ravel()[order],
-        outputs.ravel()[order],
-        segments,
+    return _Turns(
+        arrivals=arrivals[order],
+        levels=true_levels[order],
+        prompts=prompts.ravel()[order],
+        outputs=outputs.ravel()[order],
+        segments=segments,
+        sessions=order // turns if reuse.closed else None,
+        pauses=pauses.ravel()[order] if reuse.closed else None,
     )
+
+
+def _draw_turns(reuse: Reuse, sessions: int, rng: np.random.Generator) -> np.ndarray:
+    """The number of requests of each session, whose mean is `reuse.turns`."""
+    if not reuse.spread:
+        return np.full(sessions, reuse.turns)
+    median = reuse.turns / math.exp(reuse.spread**2 / 2)
+    drawn = rng.lognormal(math.log(median), reuse.spread, sessions)
+    return np.clip(np.rint(drawn), 1, _MOST_TURNS * reuse.turns).astype(int)
 
 
 def _draw_arrivals(model: WorkloadModel, rng: np.random.Generator) -> np.ndarray:
