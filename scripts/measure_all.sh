@@ -92,6 +92,8 @@ step presets semsched simulate --scenario presets --metric ttft_p99 --output "$o
 step on-device semsched simulate --scenario on-device --metric ttft_p99 --output "$output/on-device"
 step shares-simulated semsched simulate --scenario shares --output "$output/shares-simulated"
 step deadlines semsched simulate --scenario deadlines --metric goodput --workers 2 --output "$output/deadlines"
+step within-level semsched simulate --scenario within-level --metric e2e_p99 --workers 2 --output "$output/within-level"
+step programs semsched simulate --scenario programs --metric program_mean --workers 2 --output "$output/programs"
 step price semsched simulate --scenario price --workers 2 --output "$output/price"
 step frontier scripts/studies/frontier.py --workers 2 --output "$output/frontier"
 step reproduction scripts/studies/reproduction.py --workers 2
