@@ -38,7 +38,7 @@ def test_each_level_has_a_table_with_a_row_per_scheduler(screen):
     made = fake_comparison(WORKLOAD, dict.fromkeys(NAMES, 0.1))
     command_line.print_mix(screen, "even", made.mixes["even"])
     text = screen.file.getvalue()
-    assert all(f"urgency {level}" in text for level in range(5))
+    assert all(f"level {level}" in text for level in range(5))
     assert text.count("Semantic (text)") == 10  # rounds, totals, order, five levels, all, misread
 
 
@@ -99,7 +99,7 @@ def test_misread_requests_are_printed(screen):
     made.add(parse_schedulers("semantic", None)[0], WORKLOAD, Round(1, records))
     command_line.print_mix(screen, "even", made.mixes["even"])
     text = screen.file.getvalue()
-    assert "1 of urgency 0 read as less urgent" in text
+    assert "1 of level 0 read as less urgent" in text
     assert WORKLOAD.requests[urgent.index].text[:40] in text
     assert row_of(text, WORKLOAD.requests[urgent.index].text[:40])[:2] == [str(urgent.index), "3"]
 

@@ -83,4 +83,4 @@ def test_long_prompts_an_a100_serves_do_not_pile_up(tmp_path) -> None:
         found = {row[0]: row[-1] for row in csv.reader(file)}
     assert found["engines for the given load, least_loaded"] == "1"
     for level in range(3):
-        assert float(found[f"urgency {level}: ttft_p99"]) < 30
+        assert float(found[f"level {level}: ttft_p99"]) < 30

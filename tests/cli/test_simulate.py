@@ -9,6 +9,10 @@ from html_pages import read_page
 from small_scenario import SMALL
 
 from vllm_semantic_sched.cli import main, simulate
+from vllm_semantic_sched.lab.report import runs
+from vllm_semantic_sched.sim.metrics import METRICS
+
+WAITING = "Normalized waiting (s/token) by level"
 
 
 def _write(folder: Path, **changes) -> Path:
@@ -47,11 +51,13 @@ def test_page_has_every_metric_and_the_seats_of_large_runs_too(tmp_path) -> None
     command = ["simulate", "--scenario", str(path), "--output", str(tmp_path), "--quiet"]
     assert main([*command, "--set", "workload.requests=300"]) == 0
     page = read_page(tmp_path / "report.html")
-    header, *rows = page.tables["All metrics"]
-    assert [row[:2] for row in rows if row[1] == "all"] == [["FCFS", "all"], ["mine", "all"]]
-    assert rows[0][header.index("count")].isdigit()
-    assert len(page.charts["normalized_waiting: mean of (finish - arrival) / output tokens, "
-                           "s per token"]) == 2  # fmt: skip
+    for table in ("By level", "All metrics"):
+        header, *rows = page.tables[table]
+        assert [row[:2] for row in rows if row[1] == "all"] == [["FCFS", "all"], ["mine", "all"]]
+        assert rows[0][header.index("requests")].isdigit()
+        assert rows[0][header.index("level")] == "0"
+    assert len(page.tables["By level"][0]) <= 10 < len(page.tables["All metrics"][0])
+    assert [*page.charts][:3] == ["Seats: FCFS", "Seats: mine", WAITING]
     seats = page.labels("Seats: mine")
     assert sum(": arrives at" in label for label in seats) == 200
     assert any(": running from" in label for label in seats)
@@ -60,11 +66,31 @@ def test_page_has_every_metric_and_the_seats_of_large_runs_too(tmp_path) -> None
     assert "requests: 300" in page.text  # the configuration
 
 
+def test_levels_that_do_not_occur_are_not_shown(tmp_path) -> None:
+    workload = SMALL["workload"] | {"requests": 30, "rate": 40.0, "mix": [1, 0, 0, 0, 1]}
+    schedulers = {"mine": {"policy": "ems"}, "FCFS": {"policy": "fcfs"}}
+    path = _write(tmp_path, workload=workload, schedulers=schedulers)
+    command = ["simulate", "--scenario", str(path), "--output", str(tmp_path), "--quiet"]
+    assert main(command) == 0
+    page = read_page(tmp_path / "report.html")
+    assert {row[1] for row in page.tables["By level"][1:]} == {"0", "4", "all"}
+    assert "Half of level 0" in page.text and "level 1" not in page.text
+    data = (tmp_path / "report.html").read_text().partition('id="charts"')[2]
+    legends = data.partition("</script>")[0]
+    assert "level 4" in legends and "level 2" not in legends
+    assert next(iter(page.charts)) == "Seats: FCFS", "the reference comes first"
+    assert "(FCFS: " in page.text and "semsched simulate: mine and FCFS" in page.text
+
+
+def test_metrics_have_names() -> None:
+    assert runs.METRIC_NAMES.keys() == METRICS.keys()
+
+
 def test_sweep_has_a_line_per_level(tmp_path) -> None:
     path = _write(tmp_path, sweep=[{"workload.rate": [2.0, 20.0]}])
     command = ["simulate", "--scenario", str(path), "--output", str(tmp_path), "--quiet"]
     assert main(command) == 0
-    lines = read_page(tmp_path / "report.html").charts["normalized_waiting: semantic"]
+    lines = read_page(tmp_path / "report.html").charts["Normalized waiting (s/token): semantic"]
     assert [line["x"] for line in lines] == [[0, 1]] * 6
 
 

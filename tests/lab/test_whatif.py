@@ -197,7 +197,8 @@ def test_tables_fit_100_columns_and_files_are_written(log, tmp_path, capsys) -> 
     assert "ems: level 0 p99 TTFT" in body and "ttft_p99" not in body
     assert body.startswith("Check: "), "before the figures"
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "Replay of an event log" in page and "<title>Simulation" not in page
+    assert "<title>semsched whatif: replay of events.jsonl under ems, tiers, sjf," in page
+    assert "ttft_p99" not in page.partition("Configuration and versions")[0]
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
         "results.csv", "results.json", "report.html",
     }  # fmt: skip

@@ -76,14 +76,19 @@ def test_page_has_the_table_and_the_seats(log, tmp_path) -> None:
     page = read_page(tmp_path / "report.html")
     header, urgent, routine = page.tables["Tiers"]
     assert urgent[:3] == ["0", "tier0", "1"]
+    assert "cancelled" in header and "failed" not in header, "none failed"
+    assert len(header) <= 10
+    assert next(iter(page.charts)) == "Seats"
+    header, _, routine = page.tables["All figures"]
     assert dict(zip(header, routine, strict=True))["swap"] == "1"
+    assert "Of the first 4 requests, half of level 0 had a seat within 0.5 s; half" in page.text
     labels = page.labels("Seats")
     for text in (
-        "request urgent, urgency 0: waiting from 2.000 to 2.500 s",
-        "request urgent, urgency 0: running from 2.500 to 4.500 s",
-        "request routine, urgency 4: recompute at 2.000 s",
-        "request routine, urgency 4: swapped from 6.000 to 7.000 s",
-        "request gone, urgency 4: cancelled at 3.500 s",
+        "request urgent, level 0: waiting from 2.000 to 2.500 s",
+        "request urgent, level 0: running from 2.500 to 4.500 s",
+        "request routine, level 4: recompute at 2.000 s",
+        "request routine, level 4: swapped from 6.000 to 7.000 s",
+        "request gone, level 4: cancelled at 3.500 s",
     ):
         assert text in labels
     assert len(page.charts["Queue depth"]) == 2

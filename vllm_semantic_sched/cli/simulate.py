@@ -71,7 +71,10 @@ def run(args: argparse.Namespace) -> None:
     totals = {name.replace("_", "\n"): (ALL, name) for name in _ALWAYS_SHOWN if name != args.metric}
     console.print(_table(cells, "all levels", totals))
     written = runs.write_results(args.output, settings, cells)
-    written += save_page(runs.simulation_page(settings, cells, args.metric), args.output)
+    policies = scenarios[0].policies.items()
+    reference = next((name for name, policy in policies if policy.base == "fcfs"), None)
+    page = runs.simulation_page(settings, cells, args.metric, reference)
+    written += save_page(page, args.output)
     console.print("written: " + " ".join(map(str, written)), soft_wrap=True)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from vllm_semantic_sched.cli.arguments import Failure, simulating
 from vllm_semantic_sched.cli.console import make_console, print_table, save_page
 from vllm_semantic_sched.lab.report import runs
-from vllm_semantic_sched.lab.report.content import number_text
+from vllm_semantic_sched.lab.report.content import names_text, number_text
 from vllm_semantic_sched.policy.config import load_policy
 from vllm_semantic_sched.sim.runner import Cell
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print how far to trust the replay, two tables, a sentence per policy and what the figures do
     not say; 1 if a file cannot be read or written, 2 if the log or a policy is unusable."""
-    from vllm_semantic_sched.lab.whatif import METRICS, read_log, replay
+    from vllm_semantic_sched.lab.whatif import METRICS, SAME, read_log, replay
 
     if len(args.policy) > _MOST_POLICIES:
         raise Failure(f"--policy: {len(args.policy)} policies; at most {_MOST_POLICIES}", 2)
@@ -56,11 +56,17 @@ def run(args: argparse.Namespace) -> None:
         if args.output is not None:
             folder = args.output / f"engine-{number}" if number else args.output
             folder.mkdir(parents=True, exist_ok=True)
-            about = {"description": f"{title}. {' '.join([*answer.checks, *lines])}"}
+            about = {"description": "\n".join([f"{title}.", *answer.checks, *lines])}
             settings = answer.settings.model_copy(update=about)
             written = runs.write_results(folder, settings, answer.cells)
             first, *_ = METRICS
-            page = runs.simulation_page(settings, answer.cells, first, "Replay of an event log")
+            page = runs.simulation_page(
+                settings,
+                answer.cells,
+                first,
+                reference=SAME,
+                title=f"semsched whatif: replay of {args.log.name} under {names_text(policies)}",
+            )
             written += save_page(page, folder)
             console.print("written: " + " ".join(map(str, written)), soft_wrap=True)
 

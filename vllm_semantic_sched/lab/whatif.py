@@ -2,6 +2,7 @@
 simulated, too, and compared with what was measured: that is the error to expect of the others."""
 
 import base64
+import itertools
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -21,10 +22,10 @@ from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Predictio
 from vllm_semantic_sched.policy.overload.slo import targets
 from vllm_semantic_sched.policy.profile.formula import Batch, EngineProfile
 from vllm_semantic_sched.predict import stored_buckets
-from vllm_semantic_sched.sim.metrics import ALL, Recorder
+from vllm_semantic_sched.sim.metrics import ALL, DepthHistory, Recorder
 from vllm_semantic_sched.sim.predictor import Predictions
 from vllm_semantic_sched.sim.request import SimRequest
-from vllm_semantic_sched.sim.runner import Cell, Task, cells_of, run_task
+from vllm_semantic_sched.sim.runner import FOLLOWED, Cell, Task, cells_of, run_task
 from vllm_semantic_sched.sim.scenario import Scenario, parse_scenarios
 from vllm_semantic_sched.sim.sections import Settings
 from vllm_semantic_sched.sim.simulation import Given, simulate
@@ -172,7 +173,10 @@ def replay(log: EngineLog, policies: dict[str, Policy]) -> WhatIf:
     """Simulate the requests of a log under its own policy and under others, by name."""
     profile, fitted = _profile(log)
     recorded = _scenario(log, SAME, log.policy, profile)
-    runs = simulate(recorded, SAME, given=_given(log, log.policy)).runs
+    depth = DepthHistory(log.policy.levels)
+    given = _given(log, log.policy)
+    runs = simulate(recorded, SAME, keep_seats=True, depth=depth, given=given).runs
+    seats = itertools.chain(*(run.spans for run in runs[:FOLLOWED]))
     simulated = Recorder(recorded.slos(SAME))
     measured = Recorder(recorded.slos(SAME))
     for run, real in zip(runs, log.requests, strict=True):
@@ -185,8 +189,8 @@ def replay(log: EngineLog, policies: dict[str, Policy]) -> WhatIf:
         run.finish = real.end + shift
         measured.add(run)
     cells = [
-        Cell(recorder.levels(), depth=[], spans=(), point={}, scheduler=name)
-        for name, recorder in ((MEASURED, measured), (SAME, simulated))
+        Cell(measured.levels(), depth=[], spans=(), point={}, scheduler=MEASURED),
+        Cell(simulated.levels(), depth.points(), tuple(seats), point={}, scheduler=SAME),
     ]
     verdicts = []
     for name, policy in policies.items():

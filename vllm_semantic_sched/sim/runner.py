@@ -17,7 +17,8 @@ from vllm_semantic_sched.sim.simulation import Given, simulate
 T = TypeVar("T")
 R = TypeVar("R")
 
-_FOLLOWED = 200  # first requests whose times in seats are kept
+FOLLOWED = 200
+"""The first requests, whose times in seats are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def run_task(task: Task) -> Cell:
 
     def finished(run: Run) -> None:
         recorder.add(run)
-        if first and run.request.index < _FOLLOWED:
+        if first and run.request.index < FOLLOWED:
             spans[run.request.index] = run.spans
 
     simulate(

@@ -137,7 +137,7 @@ def test_comparison_on_an_emulated_gpu_runs_to_its_page(tmp_path, capsys):
     # Of the steps until the last arrival.
     assert 0 <= done["device"]["idle"] < 1 and done["device"]["tokens"] > 0
     page = (tmp_path / "report.html").read_text()
-    assert "urgency 0" in page and LABEL in page and LABEL in capsys.readouterr().out
+    assert "level 0" in page and LABEL in page and LABEL in capsys.readouterr().out
 
 
 def test_failed_server_start_reports_why_and_leaves_no_process(model, tmp_path):

@@ -15,7 +15,7 @@ from vllm_semantic_sched.lab.report.content import (
     Page,
     Points,
     Table,
-    grouped_bars,
+    grouped_values,
 )
 from vllm_semantic_sched.lab.report.gantt import gantt_chart
 from vllm_semantic_sched.lab.report.page import write_page
@@ -88,11 +88,13 @@ def found(tmp_path_factory):
         Points("points", [(1.0, 1.0, "one"), (1.5, 2.0, "two")], POINT),
         Boxes("boxes", [(0.2, 0.8, 0.0, 0.5, "box")], BOX),
     ]
-    bars = grouped_bars("Bars", "s", ["0", "all"], {"ours": [1.0, 20.0]}, {"ours": LAST})
+    bars = grouped_values("Bars", "s", ["0", "all"], {"ours": [2.0, 3.0]}, {"ours": LAST})
+    dots = grouped_values("Dots", "s", ["0", "all"], {"ours": [1.0, 20.0]}, {"ours": LAST})
     parts = [
         Table("Table", ["name", "value"], ROWS),
         Chart("Marks", "x", "y", marks),
         bars,
+        dots,
         gantt_chart("Seats", SPANS, requests=2),
     ]
     path = write_page(Page("Page", "A page.", parts, {"key": 1}, {}), folder)
@@ -113,10 +115,11 @@ def test_nothing_goes_wrong_and_nothing_is_loaded(found):
 
 
 def test_every_mark_is_drawn(found):
-    marks, bars, gantt = found["charts"]
+    marks, bars, dots, gantt = found["charts"]
     assert all(marks.get(color, 0) > 10 for color in (LINE, POINT, BOX))
     assert bars.get(LAST, 0) > 1000
-    # Urgency 4 had a seat for four seconds, urgency 0 for three, in one of which it was held.
+    assert 100 < dots.get(LAST, 0) < 1000
+    # Level 4 had a seat for four seconds, level 0 for three, in one of which it was held.
     routine, urgent = (gantt.get(level_color(level), 0) for level in (4, 0))
     assert routine > urgent > 1000
     assert routine / urgent == pytest.approx(2.0, rel=0.15)

@@ -233,7 +233,7 @@ def print_summary(console: Console, mix: str, rows: Rows, label: str = "") -> No
     table = make_table(
         f"mix {mix}: {len(first.workload.requests)} requests at {first.overload:.2g} times what "
         "the engine can serve",
-        "scheduler", "urgency 0:\np99 TTFT, s", "urgency 0: time per\ntoken / idle engine",
+        "scheduler", "level 0:\np99 TTFT, s", "level 0: time per\ntoken / idle engine",
         "all levels:\nms per token", "output\ntokens/s",
     )  # fmt: skip
     for row in rows.values():

@@ -21,12 +21,17 @@ from vllm_semantic_sched.lab.bench.schedulers import client_id
 from vllm_semantic_sched.lab.bench.server import API_SERVER, PREDICTOR
 from vllm_semantic_sched.lab.bench.usage import PREEMPTIONS
 from vllm_semantic_sched.lab.report.content import (
+    SAME,
     Chart,
     Line,
     Page,
     Table,
-    grouped_bars,
+    beside,
+    grouped_values,
+    groups_text,
     level_title,
+    names_text,
+    short_text,
 )
 from vllm_semantic_sched.lab.report.gantt import gantt_chart
 from vllm_semantic_sched.operate.event_log import LogReader
@@ -46,7 +51,6 @@ _PANELS = {
 }
 """By title: a metric, its statistic that is drawn as bars, and a factor on seconds."""
 
-_SAME = 0.05  # ratios closer to 1 than this are called "about as"
 _BUSY = 0.2  # share of the machine's CPU time that other programs may use
 _SHOWN_URGENT = 3  # messages of urgency 0
 _SHOWN_OTHERS = 1  # messages of each other level
@@ -66,10 +70,10 @@ def comparison_page(comparison: Comparison, folder: Path) -> Page:
     parts: list[Table | Chart] = []
     sentences = []
     for mix, rows in comparison.mixes.items():
+        parts += [*_seats(mix, rows, folder), *_bars(mix, rows), _main_table(mix, rows)]
         messages = messages_table(mix, rows)
         if messages is not None:
             parts.append(messages)
-        parts += [*_seats(mix, rows, folder), *_bars(mix, rows)]
         parts += [*misread_tables(mix, rows), *mix_tables(mix, rows)]
         gain = gain_in_words(rows)
         if gain and len(comparison.mixes) > 1:
@@ -80,9 +84,9 @@ def comparison_page(comparison: Comparison, folder: Path) -> Page:
     sentences.append(f"The same requests were sent to each scheduler on a real vLLM server{where}.")
     # The parsed command line holds the function that runs the command.
     options = {key: value for key, value in comparison.options.items() if not callable(value)}
-    return Page(
-        f"Comparison of schedulers{where}", " ".join(sentences), parts, options, environment()
-    )
+    titles = (row.scheduler.title for rows in comparison.mixes.values() for row in rows.values())
+    title = f"semsched bench run: {names_text(titles)}{where}"
+    return Page(title, "\n".join(sentences), parts, options, environment())
 
 
 def gain_in_words(rows: Rows) -> str:
@@ -105,10 +109,10 @@ def gain_in_words(rows: Rows) -> str:
     ours = mean_waiting(row.records)
     theirs = mean_waiting(reference.records)
     source = "read from the text" if row.scheduler.reads_text else "given as a hint"
-    paid = "about" if abs(ours / theirs - 1) < _SAME else f"{ours / theirs:.2f} times"
+    paid = "about" if abs(ours / theirs - 1) < SAME else f"{ours / theirs:.2f} times"
     return (
         f"With the urgency {source}, the most urgent requests had their first token after "
-        f"{_short(after)} s (p99) where vLLM's FCFS took {_short(before)} s: "
+        f"{short_text(after)} s (p99) where vLLM's FCFS took {short_text(before)} s: "
         f"{_compared(before / after)}. All requests together took {paid} as long per token as "
         "under FCFS."
     )
@@ -164,16 +168,11 @@ def _shown(records: Sequence[Record]) -> list[int]:
 def _compared(factor: float) -> str:
     if not math.isfinite(factor):
         return "not to be compared"
-    if abs(factor - 1) < _SAME:
+    if abs(factor - 1) < SAME:
         return "about as soon"
     if factor > 1:
-        return f"{_short(factor)} times sooner"
-    return f"{_short(1 / factor)} times later"
-
-
-def _short(value: float) -> str:
-    """Two digits or all whole ones, never with an exponent."""
-    return f"{value:.2g}" if value < 9.95 else f"{value:.0f}"
+        return f"{short_text(factor)} times sooner"
+    return f"{short_text(1 / factor)} times later"
 
 
 def _cut(text: str, length: int) -> str:
@@ -182,7 +181,7 @@ def _cut(text: str, length: int) -> str:
 
 
 def _bars(mix: str, rows: Rows) -> Iterator[Chart]:
-    """Of `_PANELS`, by level and scheduler, with the idle engine as a line."""
+    """Of `_PANELS`, by level and scheduler, from p50 to p99, with the idle engine as a line."""
     first = next(iter(rows.values()))
     levels = list(first.levels)
     colors = _colors(rows)
@@ -195,9 +194,24 @@ def _bars(mix: str, rows: Rows) -> Iterator[Chart]:
         lines = []
         if not math.isnan(idle):
             ends = (-0.5, len(levels) - 0.5)
-            lines = [Line("idle engine, urgency 0", ends, (idle, idle), "#c03030", dashed=True)]
+            lines = [Line("idle engine, level 0", ends, (idle, idle), "#c03030", dashed=True)]
+        ranges = {}
+        for row in rows.values():
+            low, high = (_heights(row.levels, levels, metric, end, scale) for end in ("p50", "p99"))
+            ranges[row.scheduler.title] = list(zip(low, high, strict=True))
         groups = list(map(level_title, levels))
-        yield grouped_bars(f"Mix {mix}: {title}", title, groups, series, colors, lines=lines)
+        reference = rows["fcfs"].scheduler.title if "fcfs" in rows else None
+        yield grouped_values(
+            f"Mix {mix}: {title}",
+            title,
+            groups,
+            series,
+            colors,
+            ranges,
+            lines,
+            sentence=groups_text(groups, series, reference),
+            note="Thin lines: from the median to p99.",
+        )
 
 
 def _colors(rows: Rows) -> dict[str, str]:
@@ -223,6 +237,34 @@ def _heights(
     ]
 
 
+def _main_table(mix: str, rows: Rows) -> Table:
+    """A row per level and scheduler."""
+    base = rows["fcfs"].levels if "fcfs" in rows else {}
+    cells: list[dict[str, str | float | None]] = []
+    for level in next(iter(rows.values())).levels:
+        for row in rows.values():
+            if level not in row.levels:
+                continue
+            values = row.levels[level]
+            gain = math.nan
+            if level in base:
+                gain = base[level]["ttft"].p99 / values["ttft"].p99
+            cells.append(
+                {
+                    "level": level,
+                    "scheduler": row.scheduler.title,
+                    "requests": values["ttft"].count,
+                    "TTFT, mean (s)": values["ttft"].mean,
+                    "TTFT, p50 (s)": values["ttft"].p50,
+                    "TTFT, p99 (s)": values["ttft"].p99,
+                    "FCFS's p99 / this": gain,
+                    "latency, mean (s)": values["e2e"].mean,
+                    "normalized waiting (ms/token)": 1e3 * values["normalized_waiting"].mean,
+                }
+            )
+    return Table.of(f"Mix {mix}: by level", cells, note="Of the best round; p99: of all calm ones.")
+
+
 def mix_tables(mix: str, rows: Rows) -> Iterator[Table]:
     """Rounds, totals, the order of finishing, and a table per level."""
     first = next(iter(rows.values()))
@@ -240,7 +282,9 @@ def misread_tables(mix: str, rows: Rows) -> Iterator[Table]:
         if row.scheduler.reads_text:
             # A request is in every round: the last one counts.
             read_as = {record.index: record.read_level for record in row.misread}
-            title = f"{row.scheduler.title}: {len(read_as)} of urgency 0 read as less urgent"
+            if not read_as:
+                continue
+            title = f"{row.scheduler.title}: {len(read_as)} of level 0 read as less urgent"
             cells = [
                 [index, level, row.workload.requests[index].text]
                 for index, level in read_as.items()
@@ -266,7 +310,7 @@ def _orders(mix: str, rows: Rows) -> Table:
 def _level(mix: str, level: str, rows: Rows) -> Table:
     first = next(iter(rows.values()))
     urgent = level == "0"
-    title = "all levels" if level == "all" else f"urgency {level}"
+    title = level_title(level)
     if urgent:
         title += " (most urgent)"
     counts = first.levels[level]["ttft"]
@@ -402,7 +446,7 @@ def _rounds(mix: str, rows: Rows) -> Table:
         folded=True,
         note="best: every figure but p99, which is over the rounds marked so; noisy: over 3 % "
         "steal; other use: % of the CPU time; CPU s: of EngineCore; waits: normalized waiting, ms "
-        "per token; idle: urgency 0 when alone",
+        "per token; idle: level 0 when alone",
     )
 
 
@@ -423,12 +467,37 @@ def fixed(value: float) -> str:
 
 
 def _seats(mix: str, rows: Rows, folder: Path) -> Iterator[Chart]:
+    """Of the schedulers that read texts, by their event logs, beside vLLM's FCFS."""
+    charts = []
     for row in rows.values():
         log = row.scheduler.events_file(folder, row.best.name)
         prefix = row.scheduler.request_id(mix, 0).removesuffix("0")
         if row.scheduler.reads_text and log.is_file():
             title = f"Mix {mix}, {row.scheduler.title}: seats in the best round"
-            yield gantt_chart(title, _spans(log, prefix), len(row.records))
+            charts.append(gantt_chart(title, _spans(log, prefix), len(row.records)))
+    reference = rows.get("fcfs")
+    if reference is not None and charts:
+        title = f"Mix {mix}, {reference.scheduler.title}: seats in the best round"
+        chart = gantt_chart(title, _stock_spans(reference.records), len(reference.records))
+        note = f"{chart.note} vLLM has no event log: as the client saw it, less vLLM's queue time."
+        charts.insert(0, replace(chart, note=note))
+    yield from beside(charts)
+
+
+def _stock_spans(records: Iterable[Record]) -> list[Span]:
+    """From the end of vLLM's queue time, or the first token if it was not told, to the last one."""
+    spans = []
+    for record in records:
+        if record.sent is None or record.first_token is None or record.finish is None:
+            continue
+        start = record.first_token
+        if record.engine_queue_seconds is not None:
+            start = min(start, record.sent + record.engine_queue_seconds)
+        spans.append(
+            Span(record.index, record.level, record.arrival, start, record.finish, "finish")
+        )
+    spans.sort(key=lambda span: span.arrival)
+    return spans
 
 
 def _spans(log: Path, prefix: str) -> list[Span]:

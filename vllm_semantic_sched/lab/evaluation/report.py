@@ -61,6 +61,8 @@ _LENGTH_LEGEND = (
     "ones (0.1 by chance)."
 )
 
+_CALIBRATED = 0.02  # difference of probability and share that is right
+
 Figures = Mapping[str, Any]
 
 
@@ -89,7 +91,7 @@ def evaluation_page(report: Figures) -> Page:
     if report["n_level"]:
         sentence += f" Level decided by {_rule_text(report['decision'])}."
     return Page(
-        f"Predictor on {report['source']}",
+        f"Predictor on {report['source']}: semsched evaluate",
         sentence,
         parts,
         {key: report[key] for key in ("source", "model", "decision")},
@@ -197,6 +199,16 @@ def _reliability_chart(reliability: Sequence[Figures]) -> Chart:
         boxes.append((part["low"], part["high"], 0.0, part["n"] / total, label))
     confidence = [part["confidence"] for part in bins]
     accuracy = [part["accuracy"] for part in bins]
+    claimed = sum(part["n"] * part["confidence"] for part in bins) / total
+    right = sum(part["n"] * part["accuracy"] for part in bins) / total
+    if abs(claimed - right) < _CALIBRATED:
+        verdict = "well calibrated on average"
+    else:
+        verdict = "too sure" if claimed > right else "not sure enough"
+    sentence = (
+        f"The most likely level had a probability of {claimed:.2f} on average, and was right in "
+        f"{right:.2f} of the texts: {verdict}. Points below the dashed line are too sure."
+    )
     return Chart(
         "Reliability of the probabilities",
         "probability of the most likely level",
@@ -206,4 +218,5 @@ def _reliability_chart(reliability: Sequence[Figures]) -> Chart:
             Line("calibrated", (0, 1), (0, 1), "#808080", dashed=True),
             Line("predictor", confidence, accuracy, SERIES_COLORS[0]),
         ],
+        sentence,
     )

@@ -17,9 +17,10 @@ from bokeh.models import (
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 
-from vllm_semantic_sched.lab.report.content import Chart, Line, Mark, Points
+from vllm_semantic_sched.lab.report.content import Chart, Line, Mark, Points, has_data
 
 _TOOLS = "pan,box_zoom,xwheel_zoom,reset,save"
+_LEGEND_COLUMNS = 3  # fit a phone
 _DIGITS = 8  # of a coordinate; more make the page larger and no chart better
 _ALL_DECADES = [mantissa * 10.0**power for power in range(-9, 13) for mantissa in (1, 2, 5)]
 
@@ -32,25 +33,40 @@ def script() -> str:
 def chart_json(chart: Chart, element: str) -> dict[str, Any]:
     """The chart, to be drawn into the HTML element with this id."""
     plot = figure(
-        height=chart.height,
+        frame_height=chart.height,
         sizing_mode="stretch_width",
         tools=_TOOLS,
+        toolbar_location="above",
         x_axis_label=chart.x_label,
         y_axis_label=chart.y_label,
         y_axis_type="log" if chart.log_y else "linear",
     )
     plot.toolbar.logo = None
+    # Dragging must scroll the page, above all on a phone, until a tool is chosen.
+    plot.toolbar.active_drag = None
+    for shown, ends in ((plot.x_range, chart.x_range), (plot.y_range, chart.y_range)):
+        if ends is not None:
+            shown.start, shown.end = ends
     plot.y_range.flipped = chart.downwards
-    legend = []
+    if chart.downwards and chart.y_range is not None:
+        plot.y_range.end, plot.y_range.start = chart.y_range
+    legend: dict[str, list[Any]] = {}
     heights: list[float] = []
-    for mark in chart.marks:
+    for mark in filter(has_data, chart.marks):
         renderer = _draw(plot, mark)
         tooltip = (mark.name, "@x: @y") if isinstance(mark, Line) else ("", "@label")
         plot.add_tools(HoverTool(renderers=[renderer], tooltips=[tooltip], visible=False))
-        legend.append((mark.name, [renderer]))
+        legend.setdefault(mark.name, []).append(renderer)
         for name in ("y", "bottom", "top"):
             heights += renderer.data_source.data.get(name, ())
-    plot.add_layout(Legend(items=legend, click_policy="hide", label_text_font_size="9pt"), "right")
+    entries = Legend(
+        items=[*legend.items()],
+        click_policy="hide",
+        label_text_font_size="9pt",
+        orientation="horizontal",
+        ncols=_LEGEND_COLUMNS,
+    )
+    plot.add_layout(entries, "below")
     if chart.x_ticks:
         plot.xaxis[0].ticker = FixedTicker(ticks=[*chart.x_ticks])
         plot.xaxis[0].major_label_overrides = {**chart.x_ticks}
@@ -82,7 +98,8 @@ def _draw(plot: figure, mark: Mark) -> Any:
         draw = partial(plot.step, mode="after") if mark.steps else plot.line
         return draw("x", "y", **style)
     if isinstance(mark, Points):
-        shape: dict[str, Any] = {"marker": "circle", "size": 4}
+        size = 11 if mark.marker == "disc" else 4
+        shape: dict[str, Any] = {"marker": "circle", "size": size}
         if mark.marker == "tick":
             shape = {"marker": "dash", "angle": math.pi / 2, "size": 8, "line_width": 2}
         source = _source(mark.points, "x", "y", "label")

@@ -1,9 +1,18 @@
 """Interactive Gantt chart of seats, for an HTML page."""
 
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from vllm_semantic_sched.lab.report.content import Boxes, Chart, Mark, Points
+from vllm_semantic_sched.lab.report.content import (
+    Boxes,
+    Chart,
+    Mark,
+    Points,
+    compared,
+    level_title,
+    number_text,
+)
 from vllm_semantic_sched.policy.record.spans import (
     HELD,
     RUNNING,
@@ -37,10 +46,18 @@ _WAIT = 0.08
 _Box = tuple[float, float, float, float, str]
 
 
-def gantt_chart(title: str, spans: Iterable[Span], requests: int) -> Chart:
+def gantt_chart(
+    title: str,
+    spans: Iterable[Span],
+    requests: int,
+    reference: tuple[str, Iterable[Span]] | None = None,
+) -> Chart:
     """A row per request, in the order of `spans` (by time within each): a thin bar while it waits,
     a thick one of its level's color while it has a seat, pale while held, and a tick whose color
-    says how the seat ended. The note says how many of the run's requests `MOST_BARS` bars show."""
+    says how the seat ended. The sentence says how long requests waited, compared with the spans of
+    the reference, which has a name; the note how many of the run's requests `MOST_BARS` bars
+    show."""
+    spans = list(spans)
     by_request: defaultdict[tuple[int, int | str], list[Span]] = defaultdict(list)
     for span in spans:
         by_request[span.engine, span.request].append(span)
@@ -51,41 +68,75 @@ def gantt_chart(title: str, spans: Iterable[Span], requests: int) -> Chart:
         if rows and bars > MOST_BARS:
             break
         rows.append(own[:MOST_BARS])
-    note = "Click an entry of the legend to hide or show it; drag to move, choose a tool to zoom."
+    first = f"Of the first {len(by_request)} requests, "
+    note = "Click an entry of the legend to hide or show it; choose a tool to move or zoom."
     if len(rows) < requests:
         note += f" {len(rows)} of {requests} requests are shown (at most {MOST_BARS} bars)."
-    height = min(900, 260 + 7 * len(rows))
+    height = min(800, 160 + 7 * len(rows))
     return Chart(
         title,
         x_label="seconds",
         y_label="request, in order of arrival",
         marks=_marks(rows),
+        sentence=_sentence(spans, reference, "" if len(by_request) == requests else first),
         note=note,
         downwards=True,
         height=height,
     )
 
 
+def _sentence(
+    spans: Sequence[Span], reference: tuple[str, Iterable[Span]] | None, beginning: str
+) -> str:
+    """How long the most and the least urgent of these requests waited for their first seat."""
+    waits = _median_waits(spans)
+    name, others = reference or ("", ())
+    before = _median_waits(others)
+    texts = []
+    for level in list(dict.fromkeys([min(waits), max(waits)])) if waits else []:
+        text = f"half of level {level} had a seat within {number_text(waits[level])} s"
+        if level in before:
+            words = compared(waits[level], before[level], "less", "as long")
+            text += f" ({name}: {number_text(before[level])} s"
+            text += f"; {words})" if words else ")"
+        texts.append(text)
+    sentence = beginning + "; ".join(texts)
+    return f"{sentence[0].upper()}{sentence[1:]}." if texts else ""
+
+
+def _median_waits(spans: Iterable[Span]) -> dict[int, float]:
+    """Seconds by level; of requests that had a seat."""
+    waits: defaultdict[int, dict[tuple[int, int | str], float]] = defaultdict(dict)
+    for span in spans:
+        if span.end > span.start and span.end_kind != HELD:
+            waits[span.level].setdefault((span.engine, span.request), span.start - span.arrival)
+    return {level: statistics.median(own.values()) for level, own in waits.items()}
+
+
 def _marks(rows: Sequence[Sequence[Span]]) -> list[Mark]:
-    bars: defaultdict[tuple[int, str, str], list[_Box]] = defaultdict(list)
+    # By layer, level (of seats only), name and color.
+    bars: defaultdict[tuple[int, int, str, str], list[_Box]] = defaultdict(list)
     ends: defaultdict[str, list[tuple[float, int, str]]] = defaultdict(list)
     arrivals: dict[int, tuple[float, int, str]] = {}
     for row, own_spans in enumerate(rows):
         for phase, start, end, span in phases(own_spans):
-            head = f"request {span.request}, urgency {span.level}"
+            head = f"request {span.request}, level {span.level}"
             arrivals[row] = (span.arrival, row, f"{head}: arrives at {span.arrival:.3f} s")
             if end > start:
-                name = f"urgency {span.level}" if phase == RUNNING else phase
-                color = level_color(span.level) if phase == RUNNING else _COLORS[phase]
+                is_seat = phase == RUNNING
+                level = span.level if is_seat else -1
+                name = level_title(f"{span.level}") if is_seat else phase
+                color = level_color(span.level) if is_seat else _COLORS[phase]
                 text = f"{head}: {phase} from {start:.3f} to {end:.3f} s"
                 layer = _LAYERS[phase]
                 half = _SEAT if layer else _WAIT
-                bars[layer, name, color].append((start, end, row - half, row + half, text))
+                box = (start, end, row - half, row + half, text)
+                bars[layer, level, name, color].append(box)
             if phase == RUNNING:
                 ends[span.end_kind].append((end, row, f"{head}: {span.end_kind} at {end:.3f} s"))
     marks: list[Mark] = [
-        Boxes(name, bars[layer, name, color], color, opacity=0.65 if name == HELD else 1.0)
-        for layer, name, color in sorted(bars)
+        Boxes(name, boxes, color, opacity=0.65 if name == HELD else 1.0)
+        for (_, _, name, color), boxes in sorted(bars.items())
     ]
     for kind, ticks in ends.items():
         marks.append(Points(kind, ticks, _END_COLORS.get(kind, _OTHER_END_COLOR), "tick"))

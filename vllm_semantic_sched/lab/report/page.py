@@ -1,6 +1,7 @@
 """Writes a page as one HTML file that loads nothing, with scripts, styles and data inside, or its
 texts and tables as Markdown. Bokeh draws the charts; it comes with the extra `lab`."""
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
@@ -8,9 +9,18 @@ from pathlib import Path
 
 import yaml
 
-from vllm_semantic_sched.lab.report.content import Chart, Page, Table, is_word, number_text
+from vllm_semantic_sched.lab.report.content import (
+    Chart,
+    Page,
+    Table,
+    has_data,
+    is_word,
+    number_text,
+)
 
 FILE_NAME = "report.html"
+
+_SHORT = 24  # characters of a cell that stays on one line
 
 
 def write_page(page: Page, folder: Path) -> Path:
@@ -27,10 +37,13 @@ def write_page(page: Page, folder: Path) -> Path:
     environment.filters["cell"] = lambda cell: cell if isinstance(cell, str) else number_text(cell)
     environment.tests["word"] = is_word
     environment.tests["chart"] = lambda part: isinstance(part, Chart)
+    environment.tests["short"] = lambda cell: len(cell) <= _SHORT
     template = resources.files(__package__).joinpath("template.html").read_text(encoding="utf-8")
-    charts = {f"part-{n}": part for n, part in enumerate(page.parts) if isinstance(part, Chart)}
+    shown = [(f"part-{n}", part) for n, part in enumerate(filter(has_data, page.parts))]
+    charts = {element: part for element, part in shown if isinstance(part, Chart)}
     text = environment.from_string(template).render(
         page=page,
+        groups=[(folded, [*group]) for folded, group in itertools.groupby(shown, _is_folded)],
         script=script() if charts else "",
         charts=[chart_json(chart, element) for element, chart in charts.items()],
         configuration=_yaml(page.configuration),
@@ -39,6 +52,10 @@ def write_page(page: Page, folder: Path) -> Path:
     path = folder / FILE_NAME
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def _is_folded(item: tuple[str, Table | Chart]) -> bool:
+    return isinstance(item[1], Table) and item[1].folded
 
 
 def _yaml(values: object) -> str:

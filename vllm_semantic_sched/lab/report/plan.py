@@ -2,22 +2,26 @@
 
 import itertools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 
 from vllm_semantic_sched.lab.report.content import (
     Chart,
     Line,
     Page,
     Table,
-    grouped_bars,
+    beside,
+    grouped_values,
     level_title,
+    names_text,
     number_text,
     python_and_versions,
     series_colors,
 )
 from vllm_semantic_sched.lab.report.gantt import gantt_chart
-from vllm_semantic_sched.lab.report.runs import write_table
+from vllm_semantic_sched.lab.report.runs import METRIC_NAMES, write_table
 from vllm_semantic_sched.policy.config.tiers import Slo
 from vllm_semantic_sched.policy.overload.slo import targets
 from vllm_semantic_sched.sim.metrics import ALL
@@ -28,8 +32,10 @@ _LEVEL_METRICS = ("slo_met", "ttft_p99", "e2e_mean", "normalized_waiting")
 _ALL_METRICS = ("tokens_per_second", "preemptions_per_minute", "normalized_waiting")
 
 
-def rows(scenario: Scenario, answers: Answers) -> list[list[str]]:
-    """The table: a label and a cell per scheduler."""
+def rows(
+    scenario: Scenario, answers: Answers, names: Mapping[str, str] = MappingProxyType({})
+) -> list[list[str]]:
+    """The table: a label and a cell per scheduler. `names`: what metrics are called in labels."""
     schedulers = list(scenario.policies)
 
     def cells(question: Question) -> list[str]:
@@ -50,7 +56,7 @@ def rows(scenario: Scenario, answers: Answers) -> list[list[str]]:
         values = [trial.levels.get(level, {}).get(metric, math.nan) for trial in trials]
         if level != ALL and all(map(math.isnan, values)):
             continue
-        label = f"{level_title(level)}: {metric}"
+        label = f"{level_title(level)}: {names.get(metric, metric)}"
         if metric == "slo_met":
             label += f" ({_slo_text(slos[int(level)])})"
         lines.append([label, *map(number_text, values)])
@@ -102,29 +108,56 @@ def plan_page(scenario: Scenario, answers: Answers) -> Page:
         lines.append(Line(name, [*map(rate, trials)], [*map(_kept, trials)], colors[name]))
         best = [answers[name, question].best for question in ENGINE_QUESTIONS]
         engines[name] = [math.nan if trial is None else trial.engines for trial in best]
+    table = rows(scenario, answers, METRIC_NAMES)
+    questions = 1 + len(ENGINE_QUESTIONS)
     parts: list[Table | Chart] = [
-        Table("Plan", ["", *schedulers], rows(scenario, answers)),
+        *beside(_seats(scenario, answers)),
+        Table("Plan", ["", *schedulers], table),
         Chart(
-            "Lowest share of requests that met their SLO, any level", "requests/s", "share", lines
+            "Lowest share of requests that met their SLO, any level",
+            "requests/s",
+            "share",
+            lines,
+            sentence=f"{_answers_text(table[0], schedulers)}.",
         ),
-        grouped_bars(
+        grouped_values(
             "Engines for the given load",
             "engines",
             groups=list(ENGINE_QUESTIONS.values()),
             series=engines,
             colors=colors,
-            log=False,
+            sentence=". ".join(_answers_text(row, schedulers) for row in table[1:questions]) + ".",
         ),
+        _trials(answers),
     ]
-    for name in schedulers:
-        answer = answers[name, "now"]
-        requests = round(answer.trials[0].levels[ALL]["count"])
-        parts.append(gantt_chart(f"Seats at the given load: {name}", answer.spans, requests))
-    parts.append(_trials(answers))
     description = scenario.settings.description or "Capacity plan."
     sentence = f"{description} {rate(now):.3g} requests/s on {now.engines} engine(s)."
     configuration = scenario.settings.model_dump(mode="json")
-    return Page("Capacity plan", sentence, parts, configuration, python_and_versions("numpy"))
+    title = f"semsched plan: capacity under {names_text(schedulers)}"
+    return Page(title, sentence, parts, configuration, python_and_versions("numpy"))
+
+
+def _seats(scenario: Scenario, answers: Answers) -> list[Chart]:
+    """At the given load; that of FCFS first."""
+    policies = scenario.policies
+    schedulers = sorted(policies, key=lambda name: policies[name].base != "fcfs")
+    first = schedulers[0]
+    reference = (first, answers[first, "now"].spans) if policies[first].base == "fcfs" else None
+    charts = []
+    for name in schedulers:
+        answer = answers[name, "now"]
+        requests = round(answer.trials[0].levels[ALL]["count"])
+        title = f"Seats at the given load: {name}"
+        other = None if name == first else reference
+        charts.append(gantt_chart(title, answer.spans, requests, other))
+    return charts
+
+
+def _answers_text(row: Sequence[str], schedulers: Sequence[str]) -> str:
+    """A row of the plan's table in words."""
+    label, *cells = row
+    answers = ", ".join(map(" ".join, zip(schedulers, cells, strict=True)))
+    return f"{label[0].upper()}{label[1:]}: {answers}"
 
 
 def _trials(answers: Answers) -> Table:
@@ -142,4 +175,5 @@ def _trials(answers: Answers) -> Table:
                     "yes" if trial.holds else "no",
                 ]
             )
-    return Table("Trials", columns, cells, note="SLO met: the lowest share of any level.")
+    note = "SLO met: the lowest share of any level."
+    return Table("Trials", columns, cells, note, folded=True)
