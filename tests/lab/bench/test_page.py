@@ -57,6 +57,19 @@ def test_levels_have_a_bar_and_a_table_with_a_row_per_scheduler(page):
     assert len(levels) == 5 and any(name.startswith("Mix even: all levels") for name in page.tables)
 
 
+def test_seats_come_first_beside_fcfs_and_nothing_empty_is_shown(page, tmp_path):
+    charts = [*page.charts]
+    assert charts[:2] == [
+        "Mix even, vLLM FCFS: seats in the best round",
+        "Mix even, Semantic (text): seats in the best round",
+    ]
+    assert "In brackets: compared with vLLM FCFS." in page.text
+    assert len(page.tables["Mix even: by level"][0]) <= 10
+    all_read = fake_comparison(WORKLOAD, {"fcfs": 1.0, "semantic": 0.1})
+    page = read_page(write_page(comparison_page(all_read, tmp_path), tmp_path))
+    assert not any("read as less urgent" in title for title in page.tables)
+
+
 def test_totals_rounds_and_misread_requests_are_listed(page):
     _, first, second = page.tables["Mix even: totals"]
     assert (first[0], first[1]) == ("vLLM FCFS", "20/20") and second[1] == "40/40"  # two rounds

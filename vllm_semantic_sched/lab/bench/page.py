@@ -282,8 +282,6 @@ def misread_tables(mix: str, rows: Rows) -> Iterator[Table]:
         if row.scheduler.reads_text:
             # A request is in every round: the last one counts.
             read_as = {record.index: record.read_level for record in row.misread}
-            if not read_as:
-                continue
             title = f"{row.scheduler.title}: {len(read_as)} of level 0 read as less urgent"
             cells = [
                 [index, level, row.workload.requests[index].text]

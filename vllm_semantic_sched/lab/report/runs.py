@@ -203,7 +203,8 @@ def _seat_charts(cells: Sequence[Cell], reference: str | None) -> list[Chart]:
         return []
     at_first = [cell for cell in cells if cell.point == cells[0].point]
     first = next((cell for cell in at_first if cell.scheduler == reference), at_first[0])
-    pair = [first, at_first[-1]] if at_first[-1] is not first else [first]
+    others = [cell for cell in at_first if cell is not first]
+    pair = [first, *others[-1:]]
     charts = []
     for cell in [*pair, *(other for other in cells if other not in pair)]:
         same_point = (other for other in cells if other.point == cell.point)
