@@ -39,7 +39,7 @@ PREFIX = "/v1/semsched"  # vLLM requires the API key under /v1
 LONGEST_ID = 512  # characters of a request id
 _LONGEST_NAME = 128  # characters of an operator's name
 _LONGEST_REASON = 512
-_WATCH_SECONDS = 5.0  # between two looks at the policy file
+_WATCH_SECONDS = 1.0  # between two looks at the policy file
 _FOLLOW_SECONDS = 0.5  # between two looks for the reloads of other API servers
 
 
