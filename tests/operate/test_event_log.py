@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 
 import pytest
 from html_pages import read_page
@@ -170,10 +169,9 @@ def test_only_unfinished_requests_stay_in_memory(tmp_path) -> None:
             file.write(event(number / 100, f"r{number}", "queued", None, level))
             file.write(event(number / 100 + 0.001, f"r{number}", "running", "queued", level))
             file.write(event(number / 100 + 0.002, f"r{number}", "completed", "running", level))
-    reader, most, began = LogReader(limit=50), 0, time.process_time()
+    reader, most = LogReader(limit=50), 0
     kept = 0
     for request in reader.requests(path):
         most = max(most, len(reader._requests))
         kept += len(request.spans)
     assert most <= 1 and kept == 50 and len(reader.depths) < 100
-    assert time.process_time() - began < 10

@@ -44,7 +44,7 @@ def test_latency_is_measured_on_one_text_after_a_warm_up():
     latency = measure_latency(reader, 16, repeats=10)
     assert set(reader.texts) == {text_of(16)}
     assert len(reader.texts) > 10
-    assert 0 < latency.p50 <= latency.p99 < 1
+    assert 0 < latency.p50 <= latency.p99
 
 
 def test_thread_counts_and_size_of_weights(tmp_path):
