@@ -45,6 +45,9 @@ def main() -> int:
     os.nice(_NICENESS)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the accelerator belongs to the engine
+    # Where scikit-learn is installed, transformers imports it, with scipy: a sixth of the start,
+    # and nothing here uses it.
+    sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]
     try:
         from vllm_semantic_sched.predict.model import TextPredictor
 
