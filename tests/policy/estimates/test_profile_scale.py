@@ -46,10 +46,10 @@ def test_scales_converge_despite_noise_and_outliers(prefill, decode, seed) -> No
     rng = random.Random(seed)
     truth, scale = PROFILE.scaled(prefill, decode, 1.0), ProfileScale(PROFILE)
     errors = []
-    for number, batch in enumerate(steps(rng, 3000)):
+    for number, batch in enumerate(steps(rng, 1500)):
         seconds = truth.step(batch) * rng.gauss(1, 0.03)
         scale.observe_step(batch, seconds * (50 if rng.random() < 0.02 else 1))
-        if number >= 2500:
+        if number >= 1000:
             errors.append(abs(scale.profile.step(batch) / truth.step(batch) - 1))
     errors.sort()
     assert errors[len(errors) // 2] < 0.1
