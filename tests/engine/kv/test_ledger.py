@@ -191,7 +191,7 @@ class SwappingEngine:
 
 
 @settings(max_examples=100)
-@given(st.randoms(use_true_random=False))
+@given(st.randoms(use_true_random=True))
 def test_copies_hold_the_saved_data_under_random_traffic(random) -> None:
     engine = SwappingEngine(random)
     weights = {"start": 3, "preempt": 4, "resume": 6, "step": 3, "finish_load": 2, "abort": 1}
