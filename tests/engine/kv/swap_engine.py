@@ -3,7 +3,9 @@ with the scheduler and the worker in reach.
 
     python swap_engine.py MODEL POLICY FOLDER ENGINES
 
-ENGINES is JSON: by name, an engine's options and its scenarios. FOLDER gets a report per name.
+ENGINES is JSON: by name, an engine's options and its scenarios. FOLDER gets a report per name. The
+option `answers_of` names an earlier engine with the same prompts, whose answers without preemption
+are taken instead of made again.
 
 Every scenario answers the same prompts. Blocks that nobody holds, and those just saved, are filled
 with a large number before each forward pass, unless the prefix cache may still read them.
@@ -384,9 +386,13 @@ def main() -> None:
 
 
 def run(model: str, policy: str, options: dict, report: Path, scenarios: list[str]) -> None:
+    earlier = options.pop("answers_of", None)
     engine = SwapEngine(model, policy, options)
     results = {}
-    engine.right = engine.answer_alone()
+    if earlier is None:
+        engine.right = engine.answer_alone()
+    else:
+        engine.right = json.loads(report.with_stem(earlier).read_text())["alone"]["answers"]
     with engine.poisoning():
         for scenario in scenarios:
             results[scenario] = getattr(engine, scenario)()

@@ -47,7 +47,10 @@ def reports(slim_model, tmp_path_factory, run_offline) -> dict[str, dict]:
     engines = {
         "plain": ({"enable_prefix_caching": False}, PLAIN),
         "caching": ({"enable_prefix_caching": True, "inside_multi_connector": True}, CACHING),
-        "asynchronous": ({"enable_prefix_caching": False, "asynchronous": True}, ASYNCHRONOUS),
+        "asynchronous": (
+            {"enable_prefix_caching": False, "asynchronous": True, "answers_of": "plain"},
+            ASYNCHRONOUS,
+        ),
     }
     reports = run_engines(run_offline, slim_model, tmp_path_factory.mktemp("swap"), engines)
     reports["asynchronous"]["alone"] = reports["plain"]["alone"]  # the same prompts
