@@ -104,7 +104,7 @@ def total(page, name, **labels) -> float:
 
 
 @pytest.fixture(scope="module")
-def observed(serve, tmp_path_factory) -> Observed:
+def observed(serve, slim_model, tmp_path_factory) -> Observed:
     folder = tmp_path_factory.mktemp("observed")
     (folder / "policy.yaml").write_text(POLICY % (folder / "events.jsonl"))
     settings = json.dumps({"semantic_sched": {"policy": str(folder / "policy.yaml")}})
@@ -114,6 +114,7 @@ def observed(serve, tmp_path_factory) -> Observed:
         f"--additional-config={settings}",
         "--api-server-count=2",
         seats=4,
+        model=slim_model,
     )
     observed = Observed(server, folder / "events.jsonl")
     send_traffic(observed)
