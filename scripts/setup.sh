@@ -25,7 +25,8 @@ Environment:
                         one (default: PyTorch's own); empty: never add an index
   SEMSCHED_INSTALLER    uv or pip (default: uv, and pip where uv cannot be had or fails). uv gets
                         the indexes, find-links and certificates that pip is configured with
-  SEMSCHED_EXTRAS       extras of this project to install (default: all but cuda and ray)
+  SEMSCHED_EXTRAS       extras of this project to install (default: all but cuda, docs
+                        and ray)
 USAGE
 }
 

@@ -11,6 +11,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+import docs_site
 import pytest
 import reference
 import yaml
@@ -107,6 +108,51 @@ def test_every_page_is_reachable_from_readme() -> None:
             linked = ((page.parent / target).resolve() for target, _ in links_of(page) if target)
             ahead += [target for target in linked if target.suffix == ".md" and target.exists()]
     assert {page for page in PAGES if DOCS in page.parents} <= reached
+
+
+# The site
+
+
+class SiteLoader(yaml.SafeLoader):
+    """Reads mkdocs.yml without mkdocs: values with a tag of Python are None."""
+
+
+SiteLoader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
+
+
+def entries_of(navigation: object) -> list[str]:
+    """The pages of a navigation, in its order."""
+    match navigation:
+        case str(page):
+            return [page]
+        case dict():
+            return [page for part in navigation.values() for page in entries_of(part)]
+        case list():
+            return [page for part in navigation for page in entries_of(part)]
+    raise TypeError(navigation)
+
+
+def test_navigation_of_the_site_has_every_page_once() -> None:
+    site = yaml.load(text_of(ROOT / "mkdocs.yml"), SiteLoader)
+    entries = entries_of(site["nav"])
+    inside = {docs_site.page_of(page) for page in DOCS.rglob("*.md")}
+    outside = {docs_site.page_of(page) for page in docs_site.files_outside()}
+    assert len(inside) > 20
+    assert len(entries) == len(set(entries))
+    assert inside - set(entries) == set(), "pages without an entry in mkdocs.yml"
+    assert set(entries) - inside - outside == set(), "entries without a page"
+
+
+def test_links_of_the_site_stay_inside_it() -> None:
+    """A link out of docs/ leads to a page that the hook adds, and one to a folder is its text."""
+    page = DOCS / "measurements" / "README.md"
+    links = "[a](../../README.md#try-it) [b](kv-swap.md) [c](../../configs/policy-keys.yaml)"
+    moved = "[a](../index.md#try-it) [b](kv-swap.md) [c](../configs/policy-keys.yaml.md)"
+    assert docs_site.with_site_links(links, page) == moved
+    assert docs_site.with_site_links("[d](../../configs/) [e](https://f.org)", page) == (
+        "d [e](https://f.org)"
+    )
+    assert ROOT / "configs" / "policy-keys.yaml" in docs_site.files_outside()
 
 
 # Figures
