@@ -19,6 +19,8 @@ DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 # A relative link: its text, its target and its anchor.
 LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
+ROW = re.compile(r"^\|.*", re.MULTILINE)  # of a table
+CODE = re.compile(r"`[^`]*`")
 LANGUAGES = {".patch": "diff", ".py": "python", ".sh": "bash"}  # others are named as their suffix
 
 
@@ -68,11 +70,21 @@ def with_site_links(markdown: str, file: Path) -> str:
     return LINK.sub(moved, markdown)
 
 
+def with_plain_pipes(markdown: str) -> str:
+    r"""The text with `|` for `\|` in the code of tables. GitHub needs the backslash there, and
+    MkDocs shows it."""
+
+    def plain(row: re.Match[str]) -> str:
+        return CODE.sub(lambda code: code[0].replace(r"\|", "|"), row[0])
+
+    return ROW.sub(plain, markdown)
+
+
 def page_outside(file: Path) -> str:
     """Markdown of a page outside docs/, in which other files are code blocks."""
     text = file.read_text("utf-8")
     if file.suffix == ".md":
-        return with_site_links(text, file)
+        return with_plain_pipes(with_site_links(text, file))
     language = LANGUAGES.get(file.suffix, file.suffix.removeprefix("."))
     fence = "`" * 8  # longer than any in a file
     return f"# {file.relative_to(ROOT)}\n\n{fence}{language}\n{text}\n{fence}\n"
@@ -100,4 +112,4 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     if page.file.generated_by:
         return markdown
-    return with_site_links(markdown, DOCS / page.file.src_uri)
+    return with_plain_pipes(with_site_links(markdown, DOCS / page.file.src_uri))

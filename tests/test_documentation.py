@@ -155,6 +155,13 @@ def test_links_of_the_site_stay_inside_it() -> None:
     assert ROOT / "configs" / "policy-keys.yaml" in docs_site.files_outside()
 
 
+def test_pipes_in_code_of_tables_have_no_backslash_on_the_site() -> None:
+    row = r"| `a\|b` | c \| d | `e` |"
+    assert docs_site.with_plain_pipes(row) == r"| `a|b` | c \| d | `e` |"
+    outside = r"grep `a\|b`"
+    assert docs_site.with_plain_pipes(outside) == outside
+
+
 # Figures
 
 
