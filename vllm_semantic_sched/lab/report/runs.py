@@ -48,6 +48,8 @@ METRIC_NAMES = {
     "ttft_mean": "TTFT, mean (s)",
     "ttft_p99": "TTFT, p99 (s)",
     "tpot_mean": "TPOT, mean (s)",
+    "program_mean": "program, mean (s)",
+    "program_p99": "program, p99 (s)",
     "queueing_mean": "wait for a seat, mean (s)",
     "held_mean": "held, mean (s)",
     "recomputes": "preemptions, KV dropped",
