@@ -196,6 +196,7 @@ def test_choice_is_fast_with_many_engines_and_requests() -> None:
             sys.settrace(before)
         return count // 200
 
+    instructions(1, 200)  # Python 3.12 counts none the first time that a program traces them
     few, many = instructions(64, 200), instructions(64, 10_000)
     assert many < 1.2 * few
     # 33 for each engine: 20 microseconds in all.
