@@ -144,8 +144,8 @@ def test_preemptions_of_the_shipped_policies_raise_no_alert() -> None:
     """Under a load of bursts beyond what the engine can serve. The alert compares preemptions with
     started requests."""
     scenario = load_scenarios("presets", {"workload.requests": 300, "repeats": 1})[0]
-    for_tiers_of_their_own = {"shares", "reserved", "device"}
-    assert {*scenario.policies, *for_tiers_of_their_own} == set(shipped_names("policy"))
+    for_other_loads = {"shares", "reserved", "device", "sessions"}
+    assert {*scenario.policies, *for_other_loads} == set(shipped_names("policy"))
     most = {}
     for name in scenario.policies:
         row = run_task(Task(scenario, name, 0)).levels[ALL]

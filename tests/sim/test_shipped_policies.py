@@ -244,12 +244,49 @@ def superseded(keys: Keys) -> Any:
     return [(job.request_id, refusal.code) for job, refusal in ended]
 
 
+def session(keys: Keys) -> Any:
+    """Levels of an urgent request of a session, and of one after it whose client states none."""
+    core = SchedulingCore(parse_policy(keys), load_profile("default"))
+    levels = []
+    for name, hints in (("first", {"urgency": 0}), ("second", {})):
+        turn = None
+        if core.policy.sessions.memory is not None:  # else the engine reads no sessions
+            turn = core.sessions.begin("somebody", "a chat", 0.0)
+        hint = core.read_hints(hints, 0)
+        job = core.arrive(core.draft(name, 10, 100, hint, False, session=turn), 0.0)
+        levels.append(job.level)
+    return levels
+
+
+def turns(keys: Keys) -> Any:
+    """Chats of which the prefix cache holds a part, and whose requests state deadlines."""
+    levels = parse_policy(keys).levels
+    content = {
+        "workload": {
+            "arrivals": "poisson",
+            "requests": 120,
+            "rate": 60.0,
+            "hints": True,
+            "prompt": {"kind": "lognormal", "median": 60, "sigma": 0.8, "most": 400},
+            "output": {"kind": "lognormal", "median": 10, "sigma": 0.8, "most": 100},
+            "reuse": {"beginnings": 4, "beginning": {"value": 1200}, "turns": 4, "pause": 1.0},
+            "deadlines": [[2.0, 20.0]] * levels,
+        },
+        "engine": ENGINE | {"prefix_caching": True, "kv_blocks": 400},
+        "schedulers": {"it": keys},
+    }
+    runs = simulate(parse_scenarios(content)[0], "it").runs
+    return [(run.refused, run.started, run.finish) for run in runs]
+
+
 PROBES: dict[str, Callable[[Keys], Any]] = {
     "facts": facts,
     "plans": plans,
     "superseded": superseded,
     **{load: partial(simulated, load=load) for load in LOADS},
     "slos": measured_slos,
+    "session": session,
+    "turns": turns,
 }
 
 # What shows the effect of the keys that end so: tried early, because the rest would take long. An
@@ -261,6 +298,8 @@ SHOWN_BY: dict[str, tuple[str, ...]] = {
     "left behind": ("queue.timeout",),
     "claims": ("top.share", "preemption.after_limit"),
     "superseded": ("dedup",),
+    "session": ("sessions.memory",),
+    "turns": ("rank_uncached", "deadlines.stated"),
     "mixed": ("pace", "reserved.preemption.victim"),
     "unhinted": ("base", "preemption.victim", "protect.price", "ems.weighted_levels.factor"),
     "slow": (
