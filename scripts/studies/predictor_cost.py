@@ -119,7 +119,7 @@ def measure_throughput(path: str | None, threads: int, seconds: float) -> Throug
 
 
 def simulate_pace(texts_per_second: float | None, requests: int) -> Pace:
-    """Simulate configs/scenarios/reading.yaml with so many requests."""
+    """Simulate configs/scenarios/reading.yaml with this number of requests."""
     changes = {
         "sweep": [],
         "workload.requests": requests,
@@ -255,6 +255,12 @@ def _print_cost(
 
 def _print_paces(paces: Sequence[Pace]) -> None:
     stated = paces[0].ttft_p99
+    rows = []
+    for pace in paces:
+        read = ("hints", "-", "-")
+        if pace.texts_per_second is not None:
+            read = ("text", f"{pace.texts_per_second:.0f}", f"{pace.in_time:.1%}")
+        rows.append((*read, f"{pace.ttft_p99:.2f}", f"{pace.ttft_p99 / stated:.2f}x"))
     print_table(
         "simulated: 55 requests/s on an H100, the level from",
         (
@@ -262,18 +268,9 @@ def _print_paces(paces: Sequence[Pace]) -> None:
             "texts/s",
             f"read before the start or in {_IN_TIME:g} s",
             "level 0: TTFT p99, s",
-            "of hints",
+            "against hints",
         ),
-        (
-            (
-                "hints" if pace.texts_per_second is None else "text",
-                "-" if pace.texts_per_second is None else f"{pace.texts_per_second:.0f}",
-                "-" if pace.texts_per_second is None else f"{pace.in_time:.1%}",
-                f"{pace.ttft_p99:.2f}",
-                f"{pace.ttft_p99 / stated:.2f}x",
-            )
-            for pace in paces
-        ),
+        rows,
     )
 
 

@@ -61,12 +61,12 @@ class Placement:
         `home`: the engine of its session; chosen, unless those at least as urgent there exceed the
         least loaded engine's by more than `CACHE_WORTH`. None: without it."""
         ahead = self.ahead[level]
+        candidates = range(self.engines) if among is None else among
         loads = ahead if among is None else [ahead[engine] for engine in among]
         least = min(loads)
-        candidates = range(self.engines) if among is None else among
         if home is not None and home in candidates and ahead[home] - least <= CACHE_WORTH:
             return self.count(home, level)
-        pairs = enumerate(ahead) if among is None else zip(among, loads, strict=True)
+        pairs = zip(candidates, loads, strict=True)
         tied = [engine for engine, load in pairs if load == least]
         tied = _least(_least(tied, self.ahead[-1]), self._kv_used)
         chosen = next((engine for engine in tied if engine >= self._turn), tied[0])

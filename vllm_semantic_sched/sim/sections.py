@@ -55,7 +55,7 @@ class Reuse(Section):
     beginning: Lengths = Lengths(value=512)
     """Tokens of each, before those of `workload.prompt`."""
     turns: int = Field(1, ge=1)
-    """Requests of a session, in the mean. Each prompt continues the last one and its answer by the
+    """Requests of a session, on average. Each prompt continues the last one and its answer by the
     tokens of `workload.prompt`."""
     spread: float = Field(0.0, ge=0)
     """Spread of the logarithm of the number of turns; 0: all sessions have as many."""

@@ -82,7 +82,8 @@ class Annotator:
         return cls(loaded, InstantReader.load(loaded.predictor.model))
 
     def _default(self, *args: Any, **named: Any) -> Annotation:
-        return Annotation(self.policy.default_level, float(DEFAULT_TOKENS), None, "default")
+        source = LevelSource.DEFAULT.value
+        return Annotation(self.policy.default_level, float(DEFAULT_TOKENS), None, source)
 
     def _no_turn(self, *args: Any, **named: Any) -> SessionTurn | None:
         return None
@@ -189,7 +190,7 @@ class Annotator:
 
 
 def _newest_message(request: dict[str, Any]) -> str:
-    """What the user says last in a chat in which he speaks more than once; else empty."""
+    """The user's last message in a chat that has several of them; else empty."""
     for name in ("input", "messages"):
         messages = request.get(name)
         newest = ""

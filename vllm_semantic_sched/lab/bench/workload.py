@@ -242,7 +242,7 @@ def _draw_arrivals(
     config: WorkloadConfig, rng: np.random.Generator, sizes: Sequence[Size] | None
 ) -> list[float]:
     if sizes is not None and is_trace(config.prompts):
-        distance = 2 * config.gap / config.max_burst  # of two arrivals, in the mean
+        distance = 2 * config.gap / config.max_burst  # of two arrivals, on average
         return [size.arrival * distance for size in sizes]
     arrivals: list[float] = []
     burst = 0

@@ -31,7 +31,7 @@ from vllm_semantic_sched.predict.model import TextPredictor
 INSTANT = "instant reader"
 """Its name among the baselines of a report."""
 
-_TEXTS_PER_CALL = 1024  # the more, the less padding there is
+_TEXTS_PER_CALL = 1024  # more texts need less padding
 
 RULES: tuple[Rule, ...] = get_args(Rule)
 """All rules of a decision: a report gives the figures of the others beside the policy's own."""
