@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs every measurement on one commit and writes what they print to docs/measurements/latest.md.
+# Runs every measurement on one commit and writes what each prints to docs/measurements/output.
 set -uo pipefail
 
 usage() {
@@ -8,12 +8,13 @@ Usage: scripts/measure_all.sh [--output DIR] [--page FILE] [--only NAME,...] [--
 
 Hours on two cores with nothing else running. A measurement that is done for the present commit is
 skipped, so an interrupted run goes on where it stopped (not with uncommitted changes). A failed one
-does not stop the others; the exit status is 1 if one failed. At the end the changes of
-docs/measurements/latest.md are printed.
+does not stop the others; the exit status is 1 if one failed. At the end the changes since the last
+run are printed.
 
   --output DIR      results, pictures and logs (default: build/measurements)
-  --page FILE       the page to write (default: docs/measurements/latest.md)
-  --only NAME,...   these alone; the others keep their section of the page
+  --page FILE       the page that lists the measurements (default: docs/measurements/latest.md); what
+                    each printed goes to output/NAME.txt beside it
+  --only NAME,...   these alone; the output of the others stays
   --list            print the names and commands, and exit
 
 SEMSCHED_DATA=DIR names the data that some need.
@@ -76,9 +77,9 @@ step() {
     [[ $1 == scripts/* ]] && command=("$python" "$@")
     make_models "$@" >"$folder/models.txt" 2>&1
     if COLUMNS=100 "${command[@]}" >"$folder/printed.txt" 2>"$folder/errors.txt"; then
-        printf '%s' "$commit" >"$folder/commit"
-        printf '%s, %s UTC\n' "$commit" "$(date -u +%F)" >"$folder/when"
         printf '%s' "${*//$output/DIR}" >"$folder/command"
+        printf '%s' "$(date -u +%F)" >"$folder/day"
+        printf '%s' "$commit" >"$folder/commit"
         printf 'done, %d s\n' $((SECONDS - begin))
     else
         printf 'failed after %d s, see %s\n' $((SECONDS - begin)) "$folder/errors.txt"
@@ -140,9 +141,11 @@ step whatif scripts/studies/validation.py --whatif --output "$output/whatif"
 step soak scripts/studies/soak.py --model "$model" --hours 1 --pause 5 --output "$output/soak"
 [[ -z $list ]] || exit 0
 
-before=$(mktemp)
-cp "$page" "$before" 2>/dev/null
+printed=$(dirname "$page")/output
+before=$(mktemp -d)
+mkdir -p "$printed"
+cp "$printed"/*.txt "$before" 2>/dev/null
 "$python" scripts/studies/latest.py "$output" "$page" || failed=1
-diff -U0 --label before --label now "$before" "$page" && echo "no figure has changed"
-rm -f "$before"
+diff -rNU0 -I '^commit: ' -I '^day: ' "$before" "$printed" && echo "no figure has changed"
+rm -rf "$before"
 exit $failed

@@ -13,7 +13,6 @@ KINDS = {".html", ".json", ".md", ".py", ".sh", ".toml", ".yaml"}
 # Messages of people, and output of commands as it was.
 QUOTED = (
     "configs/domains",
-    "docs/measurements/latest.md",
     "docs/measurements/predictor-report",
     "tests/data",
     "vllm_semantic_sched/lab/bench/texts.yaml",

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 from types import ModuleType
 
+import latest
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -127,16 +128,43 @@ def test_all_studies_of_this_machine_are_measured():
     assert {name for name in studies if f"studies/{name}.py" not in listed} == set()
 
 
-def test_written_measurements_keep_other_sections(tmp_path):
-    page = tmp_path / "latest.md"
-    page.write_text("# Old\n\n## tiers\n\nearlier figures\n")
-    command = ["--only", "on-device", "--output", tmp_path / "out", "--page", page]
+def test_measurements_write_an_output_file_each(tmp_path):
+    page, outputs, results = tmp_path / "latest.md", tmp_path / "output", tmp_path / "results"
+    outputs.mkdir()
+    earlier = "command: semsched x\ncommit: 0071d52\nday: 2026-11-25\nprocessor: P\n\n1 s\n"
+    (outputs / "tiers.txt").write_text(earlier)
+    command = ["--only", "on-device", "--output", results, "--page", page]
+
     first = run(SCRIPTS / "measure_all.sh", *command, PYTHON=sys.executable)
-    assert first.returncode == 0 and "on-device" in first.stdout, first.stderr
+    assert first.returncode == 0, first.stderr
+    assert "+command: semsched simulate --scenario on-device" in first.stdout
+    written = (outputs / "on-device.txt").read_text()
+    head, _, printed = written.partition("\n\n")
+    names = [line.partition(": ")[0] for line in head.splitlines()]
+    assert names == ["command", "commit", "day", "processor"]
+    assert printed.startswith("On-device") and "vLLM priority" in printed
+    assert (outputs / "tiers.txt").read_text() == earlier
     text = page.read_text()
-    assert "vLLM priority" in text and "## tiers\n\nearlier figures" in text
+    assert "| [tiers](output/tiers.txt) | 2026-11-25 | 0071d52 | `semsched x` |" in text
+    assert "[on-device](output/on-device.txt)" in text
+
     again = run(SCRIPTS / "measure_all.sh", *command, PYTHON=sys.executable)
     assert "no figure has changed" in again.stdout and page.read_text() == text
+
+    # The day of a run is no figure.
+    other_day = written.replace("\nday: 20", "\nday: 19")
+    (outputs / "on-device.txt").write_text(other_day)
+    again = run(SCRIPTS / "measure_all.sh", *command, PYTHON=sys.executable)
+    assert "no figure has changed" in again.stdout
+    (outputs / "on-device.txt").write_text(written.replace("FCFS", "first come"))
+    again = run(SCRIPTS / "measure_all.sh", *command, PYTHON=sys.executable)
+    assert "no figure has changed" not in again.stdout and "+  FCFS" in again.stdout
+
+
+def test_page_lists_every_output_file():
+    folder = SCRIPTS.parent / "docs" / "measurements"
+    page = folder / "latest.md"
+    assert page.read_text("utf-8") == latest.page_of(folder / "output")
 
 
 def test_lock_has_hashes_and_each_direct_dependency():
