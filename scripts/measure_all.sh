@@ -134,7 +134,8 @@ step kv-copy scripts/studies/kv_copy.py
 step overhead semsched bench overhead --everything
 step predictor-cost scripts/studies/predictor_cost.py --engine "$model" --output "$output/predictor-cost"
 step predictor semsched evaluate --all --claims --no-baselines --bars tests/data/predictor_bars.yaml \
-    --data tests/data/urgency tests/data/compositions tests/data/conversations \
+    --data tests/data/urgency tests/data/everyday tests/data/long_prompts.csv \
+    tests/data/compositions tests/data/conversations \
     --output "$output/predictor-report"
 step validation scripts/studies/validation.py --output "$output/validation"
 step whatif scripts/studies/validation.py --whatif --output "$output/whatif"
