@@ -109,7 +109,7 @@ def big_table(name: str, cells: Sequence[Cell]) -> Iterator[str]:
         ours = [cell.levels[level][_METRIC] for cell in ordered]
         if level != "all":
             near += sum(abs(a - b) <= 0.35 * b for a, b in zip(ours, theirs, strict=True))
-        label = level if level == "all" else f"urgency {level}"
+        label = level if level == "all" else f"level {level}"
         rows.append([label, *(_beside(a, b) for a, b in zip(ours, theirs, strict=True))])
     yield from _table(f"`{name}`: ours / printed, s per token", header, rows)
     yield from (f"{near} of {5 * len(ordered)} cells of levels 0 to 4 are within 35 %.", "")
@@ -126,7 +126,7 @@ def _error_rates(
         growth = "-" if low is None or high is None else f"{high / low:.1f}"
         rows.append(
             [
-                level if level == "all" else f"urgency {level}",
+                level if level == "all" else f"level {level}",
                 *(f"{value:.3f}" for value in values),
                 f"{values[-1] / values[0]:.1f} / {growth}",
                 "-" if low is None else f"{low:.2f} to {high:.2f}",
@@ -164,7 +164,7 @@ def _spikes(results: Results) -> Iterator[str]:
         overall = ", ".join(f"{scheduler} {value:.2f}" for scheduler, value in means.items())
         rows.append([gap, *ratios, f"{semantic:.2f} / {printed['semantic']}", overall])
     header = ["gap", *_OTHERS, "semantic, s per token", "all levels, s per token"]
-    title = "`paper-fig2c`, `paper-fig2d`: urgency 0 at 100 concurrent, times semantic"
+    title = "`paper-fig2c`, `paper-fig2d`: level 0 at 100 concurrent, times semantic"
     yield from _table(title + ", ours / printed", header, rows)
 
 
@@ -177,7 +177,7 @@ def _spikes_on_other_cards(cells: Sequence[Cell]) -> Iterator[str]:
         own = _beside(semantic, printed["seconds"])
         rows.append([*_setting(printed), *ratios, f"{printed['at_most']}", own])
     header = ["setting", "gap", *_OTHERS, "printed, at most", "semantic"]
-    yield from _table("`paper-fig4`: urgency 0 at 100 concurrent, times semantic", header, rows)
+    yield from _table("`paper-fig4`: level 0 at 100 concurrent, times semantic", header, rows)
 
 
 def _real_engine(cells: Sequence[Cell]) -> Iterator[str]:
@@ -192,7 +192,7 @@ def _real_engine(cells: Sequence[Cell]) -> Iterator[str]:
         own = _beside(max(seconds["semantic"] for seconds in urgent.values()), printed["seconds"])
         rows.append([*_setting(printed), shown, most, own])
     header = ["setting", "gap", "FCFS / semantic by burst", "at most", "semantic, at most"]
-    yield from _table("`paper-fig3`, `paper-fig5`: urgency 0, ours / printed", header, rows)
+    yield from _table("`paper-fig3`, `paper-fig5`: level 0, ours / printed", header, rows)
 
 
 def _setting(printed: Mapping[str, Any]) -> tuple[str, str]:

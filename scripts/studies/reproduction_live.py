@@ -1,7 +1,7 @@
 """The paper's bursts on a real engine (figures 2c, 2d and 3), under FCFS, SJF, HPJF and semantic.
 
 For each gap and each largest burst the same requests go to one server per scheduler. Prints how
-much longer urgency 0 waits per token than under semantic scheduling, and writes
+much longer level 0 waits per token than under semantic scheduling, and writes
 `reproduction_live.json`. An interrupted run goes on with the next scheduler.
 """
 
@@ -45,7 +45,7 @@ def requests_of(args: argparse.Namespace, gap: float, burst: int) -> Sequence[Be
 
 
 def figures_of(records: Sequence[Record]) -> Figures:
-    """Seconds per token (sum of waiting / sum of tokens) of urgency 0 and of all, and more."""
+    """Seconds per token (sum of waiting / sum of tokens) of level 0 and of all, and more."""
     urgent = [record for record in records if record.level == 0]
     return {
         "0": _per_token(urgent),
@@ -87,7 +87,7 @@ def results_so_far(path: Path, args: argparse.Namespace) -> dict[str, dict[str, 
 
 
 def rows_of(results: Mapping[str, Mapping[str, Figures]]) -> list[list[str]]:
-    """A row per cell: urgency 0 of each scheduler over `semantic`'s, and seconds per token."""
+    """A row per cell: level 0 of each scheduler over `semantic`'s, and seconds per token."""
     rows = []
     for cell, semantic in results["semantic"].items():
         others = [results[name][cell] for name in ("HPJF", "SJF", "FCFS")]
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
             write_json(path, document)
     console = make_console()
     table = make_table(
-        "urgency 0, times semantic",
+        "level 0, times semantic",
         "gap / burst", "HPJF", "SJF", "FCFS", "semantic,\nms per token",
         "all levels, ms per token:\nFCFS / SJF / HPJF / semantic", "finish order:\nsemantic",
     )  # fmt: skip

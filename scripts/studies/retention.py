@@ -132,7 +132,7 @@ def check(rows: dict[str, MixResult]) -> list[Target]:
         targets.append(Target(f"output tokens per second, optimal / {name}", ratio, required))
         waiting = row.levels["0"]["normalized_waiting"].mean
         waiting /= optimal.levels["0"]["normalized_waiting"].mean
-        text = f"urgency 0, mean normalized_waiting, {name} / optimal"
+        text = f"level 0, mean normalized_waiting, {name} / optimal"
         targets.append(Target(text, waiting, required=1.0 if name == _FCFS else 0.9))
     return targets
 

@@ -195,12 +195,12 @@ def _run_placements(args: argparse.Namespace) -> int:
     summary = engines.summary(rounds)
     print_table(
         f"{args.engines} engines, {args.rounds} pairs of rounds, mean",
-        ("engine chosen", "urgency 0: TTFT mean, s", "p90, s", "least urgent: latency, s"),
+        ("engine chosen", "level 0: TTFT mean, s", "p90, s", "least urgent: latency, s"),
         ((name, *map("{:.3f}".format, means.values())) for name, means in summary.items()),
     )
     console = make_console()
     console.print(
-        f"Urgency 0 gets its first tokens earlier by urgency in {engines.better_rounds(rounds)} of "
+        f"Level 0 gets its first tokens earlier by urgency in {engines.better_rounds(rounds)} of "
         f"{args.rounds} pairs."
     )
     console.print(f"rounds: {engines.write_rounds(rounds, args.output)}", soft_wrap=True)

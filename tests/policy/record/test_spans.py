@@ -10,7 +10,7 @@ _SPANS = [
 
 
 def test_chrome_trace_has_thread_per_request_slice_per_seat() -> None:
-    trace = chrome_trace(_SPANS, depths=[(1.0, {"urgency 4": 1})])
+    trace = chrome_trace(_SPANS, depths=[(1.0, {"level 4": 1})])
     events = trace["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     assert [(event["name"], event["ts"], event["dur"]) for event in slices] == [
@@ -23,7 +23,7 @@ def test_chrome_trace_has_thread_per_request_slice_per_seat() -> None:
     assert [event["tid"] for event in slices] == [1, 1, 2, 1, 1]
     assert {event["pid"] for event in slices} == {0, 1}
     counter = next(event for event in events if event["ph"] == "C")
-    assert counter["ts"] == 1e6 and counter["args"] == {"urgency 4": 1}
+    assert counter["ts"] == 1e6 and counter["args"] == {"level 4": 1}
 
 
 def test_chrome_trace_says_how_long_a_request_was_held() -> None:

@@ -256,7 +256,7 @@ class _Run:
 
 
 def idle_sample(requests: Sequence[BenchRequest], quick: bool = False) -> list[BenchRequest]:
-    """Return at most 24 requests of urgency 0, evenly spread, and four others from the shortest to
+    """Return at most 24 requests of level 0, evenly spread, and four others from the shortest to
     the longest text, for the cost of a prompt's tokens; if `quick`, 4 and 2."""
     most_urgent = 4 if quick else 24
     most_others = 2 if quick else 4

@@ -28,7 +28,7 @@ HEADERS: dict[str, dict[str, str]] = {STOCK: {"X-Semsched-Placement": "vllm"}, O
 
 @dataclass(frozen=True)
 class Burst:
-    """What clients saw in one round: time to first token of urgency 0 and mean E2E latency of the
+    """What clients saw in one round: time to first token of level 0 and mean E2E latency of the
     least urgent level, in seconds; number of requests not answered in full."""
 
     ttft_mean: float
@@ -124,6 +124,6 @@ def summary(rounds: Rounds) -> dict[str, dict[str, float]]:
 
 
 def better_rounds(rounds: Rounds) -> int:
-    """Pairs of rounds in which urgency 0 got its first tokens earlier by our placement."""
+    """Pairs of rounds in which level 0 got its first tokens earlier by our placement."""
     pairs = zip(rounds[STOCK], rounds[OURS], strict=True)
     return sum(ours.ttft_mean < stock.ttft_mean for stock, ours in pairs)

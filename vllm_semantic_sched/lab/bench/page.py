@@ -52,7 +52,7 @@ _PANELS = {
 """By title: a metric, its statistic that is drawn as bars, and a factor on seconds."""
 
 _BUSY = 0.2  # share of the machine's CPU time that other programs may use
-_SHOWN_URGENT = 3  # messages of urgency 0
+_SHOWN_URGENT = 3  # messages of level 0
 _SHOWN_OTHERS = 1  # messages of each other level
 _MESSAGE_LENGTH = 90  # characters
 _ANSWER_LENGTH = 70  # characters
@@ -277,7 +277,7 @@ def mix_tables(mix: str, rows: Rows) -> Iterator[Table]:
 
 
 def misread_tables(mix: str, rows: Rows) -> Iterator[Table]:
-    """Per scheduler that reads texts, the requests of urgency 0 that it took for less urgent."""
+    """Per scheduler that reads texts, the requests of level 0 that it took for less urgent."""
     for row in rows.values():
         if row.scheduler.reads_text:
             # A request is in every round: the last one counts.
@@ -522,7 +522,7 @@ def _spans(log: Path, prefix: str) -> list[Span]:
 
 
 def draw_comparison(comparison: Comparison, path: Path) -> None:
-    """Write a PNG of how long the requests of urgency 0 waited: a panel for each mix, in it a row
+    """Write a PNG of how long the requests of level 0 waited: a panel for each mix, in it a row
     of dots for each scheduler, on a linear axis from 0. Their p99s are in the file, too: see
     `figures_of_picture`."""
     import matplotlib
@@ -577,12 +577,12 @@ def _draw_waits(axis: Any, mix: str, rows: Rows) -> None:
 
 
 def _p99s(rows: Rows) -> dict[str, str]:
-    """p99 time to first token of urgency 0 by scheduler, as printed, in seconds."""
+    """p99 time to first token of level 0 by scheduler, as printed, in seconds."""
     return {name: f"{row.p99_ttft():.3g}" for name, row in rows.items()}
 
 
 def figures_of_picture(path: Path) -> dict[str, dict[str, str]]:
-    """p99 time to first token of urgency 0 in seconds, as printed, by mix and scheduler, of a
+    """p99 time to first token of level 0 in seconds, as printed, by mix and scheduler, of a
     picture that `draw_comparison` wrote. KeyError if it has none."""
     from PIL import Image
 

@@ -90,7 +90,7 @@ class Round:
 
     @property
     def idle_ratio(self) -> float:
-        """Urgency 0: mean normalized waiting time over the idle engine's for the same requests."""
+        """Level 0: mean normalized waiting time over the idle engine's for the same requests."""
         alone = {
             record.index: record.normalized_waiting
             for record in self.idle
@@ -187,20 +187,20 @@ class MixResult:
 
     @property
     def misread(self) -> list[Record]:
-        """Urgency 0, counted rounds: requests that were read as less urgent."""
+        """Level 0, counted rounds: requests that were read as less urgent."""
         return [record for record in self._urgent() if record.read_level]
 
     def p99_ttft(self) -> float:
-        """Return p99 TTFT of urgency 0 in the counted rounds, in seconds."""
+        """Return p99 TTFT of level 0 in the counted rounds, in seconds."""
         return summarize(self.urgent_waits()).p99
 
     def urgent_waits(self) -> list[float]:
-        """TTFT in seconds of each answered request of urgency 0 in the counted rounds."""
+        """TTFT in seconds of each answered request of level 0 in the counted rounds."""
         answered = [record for record in self._urgent() if record.ok]
         return [record.ttft for record in answered if record.ttft is not None]
 
     def _urgent(self) -> Iterator[Record]:
-        """Urgency 0 of the counted rounds."""
+        """Level 0 of the counted rounds."""
         for done in self.counted:
             yield from (record for record in done.records if record.level == 0)
 

@@ -64,7 +64,7 @@ def chrome_trace(
         place = {"pid": span.engine, "tid": threads.get(key, len(threads) + 1)}
         if key not in threads:
             threads[key] = place["tid"]
-            name = f"request {span.request} (urgency {span.level})"
+            name = f"request {span.request} (level {span.level})"
             events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": name}})
         title = phase
         args: dict[str, Any] = {"level": span.level, "end": span.end_kind}
@@ -73,7 +73,7 @@ def chrome_trace(
             if span.held:
                 args["held_seconds"] = span.held
         times = {"ts": start * _MICROSECONDS, "dur": (end - start) * _MICROSECONDS}
-        level = {"cat": f"urgency {span.level}"}
+        level = {"cat": f"level {span.level}"}
         events.append({"ph": "X", "name": title, **level, **place, **times, "args": args})
     for engine in sorted({engine for engine, _ in threads}):
         label = {"name": f"engine {engine}"}
