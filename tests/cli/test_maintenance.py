@@ -43,7 +43,7 @@ def act(monkeypatch):
     def run(server: Server, *words: str) -> int:
         monkeypatch.setattr(maintenance, "AdminClient", lambda url, key: server)
         monkeypatch.setattr(maintenance, "POLL_SECONDS", 0.02)
-        return main(["maintenance", "--server", "http://x", "--action", *words])
+        return main(["maintenance", *words, "--server", "http://x"])
 
     return run
 
@@ -162,8 +162,21 @@ def test_interrupt_leaves_a_server_paused_that_was_found_paused(act) -> None:
     assert [call[0] for call in server.calls] == ["/pause"]
 
 
-@pytest.mark.parametrize("words", [["load-lora"], ["load-lora", "--lora-name", "a"]])
-def test_missing_options_are_named(act, capsys, words) -> None:
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["load-lora"], "--lora-name, --lora-path"),
+        (["load-lora", "--lora-name", "a"], "--lora-path"),
+        (["unload-lora"], "--lora-name"),
+        (["pause", "--level", "2"], "--level 2"),
+        (["resume", "--lease", "60"], "--lease 60"),
+        (["reload-weights", "--in-place"], "--in-place"),
+        (["unload-lora", "--lora-name", "a", "--lora-path", "x"], "--lora-path x"),
+    ],
+)
+def test_each_action_takes_its_own_options_only(act, capsys, words, message) -> None:
     server = Server()
-    assert act(server, *words) == 2
-    assert "--lora" in capsys.readouterr().err and not server.calls
+    with pytest.raises(SystemExit) as stopped:
+        act(server, *words)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err and not server.calls

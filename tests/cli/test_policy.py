@@ -26,8 +26,7 @@ def test_every_key_is_described_with_its_meaning() -> None:
         ("policy check no-such-policy", 1),
         ("policy reload", 2),
         ("policy reload --server http://127.0.0.1:1", 1),
-        ("maintenance --server http://127.0.0.1:1 --action resume", 1),
-        ("maintenance --server http://127.0.0.1:1 --action load-lora", 2),
+        ("maintenance resume --server http://127.0.0.1:1", 1),
     ],
 )
 def test_errors_begin_with_the_command(words, status, capsys) -> None:
@@ -90,7 +89,7 @@ def test_check_says_that_a_folder_is_one(tmp_path, capsys) -> None:
 def test_server_is_this_machines_unless_one_is_named(capsys, monkeypatch) -> None:
     for module in (arguments, top):
         monkeypatch.setattr(module, "LOCAL_SERVER", "127.0.0.1:1")  # http is understood
-    for words in (["top", "--once"], ["maintenance", "--action", "resume"], ["canary", "status"]):
+    for words in (["top", "--once"], ["maintenance", "resume"], ["canary", "status"]):
         assert main(words) == 1
         printed = capsys.readouterr()
         assert "http://127.0.0.1:1" in printed.out + printed.err

@@ -134,7 +134,7 @@ def test_operator_endpoints_want_the_servers_own_token(server, headers) -> None:
 
 def maintenance(server, *words: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", "from vllm_semantic_sched.cli import main; main()"]
-    options = ["maintenance", "--server", server.url, "--api-key", KEY, *words]
+    options = ["maintenance", *words, "--server", server.url, "--api-key", KEY]
     return subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL)
 
 
@@ -146,10 +146,10 @@ def ready(server) -> int:
 
 
 def test_pause_shows_and_ends_by_itself(server) -> None:
-    assert maintenance(server, "--action", "pause", "--lease", "600").wait(240) == 0
+    assert maintenance(server, "pause", "--lease", "600").wait(240) == 0
     assert ready(server) == 503
     assert page_value(server, "semsched:paused", engine="http") == 1
-    assert maintenance(server, "--action", "pause", "--lease", "1").wait(240) == 0
+    assert maintenance(server, "pause", "--lease", "1").wait(240) == 0
     wait_until(lambda: ready(server) == 200)
     assert page_value(server, "semsched:paused", engine="http") == 0
     assert post(server)[0] == 200
@@ -164,7 +164,7 @@ def test_maintenance_that_is_killed_resumes_the_server(server, number) -> None:
     for connection in long:
         connection.request("POST", "/v1/completions", json.dumps(body), headers)
     wait_until(lambda: page_value(server, "vllm:num_requests_running") > 0)
-    command = maintenance(server, "--action", "reload-weights")
+    command = maintenance(server, "reload-weights")
     wait_until(lambda: ready(server) == 503 or command.poll() is not None)
     if command.poll() is None:
         os.kill(command.pid, number)

@@ -24,18 +24,47 @@ _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the server, the action and its options."""
-    add_server_arguments(parser)
-    add = parser.add_argument
-    add(
-        "--action",
-        choices=_ACTIONS,
-        required=True,
-        help=(
-            "pause and sleep leave the server paused until resume or wake; the other actions "
-            "resume it"
-        ),
+    """Declare the actions, and of each the server and the options that apply to it."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def action(name: str, text: str) -> argparse.ArgumentParser:
+        parser = actions.add_parser(name, help=text, allow_abbrev=False)
+        add_server_arguments(parser)
+        return parser
+
+    pause = action("pause", "let no new request start, until resume or the end of the lease")
+    _add_pause_arguments(pause)
+    action("resume", "end a pause")
+    sleep = action("sleep", "pause, and free the accelerator's memory, until wake")
+    _add_pause_arguments(sleep)
+    sleep.add_argument(
+        "--level",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="vLLM's sleep level: 1 keeps the weights on the host, 2 drops them (default: 1)",
     )
+    action("wake", "end a sleep, and resume")
+    reload_weights = action(
+        "reload-weights", "load the weights again from where the server got them, and resume"
+    )
+    _add_pause_arguments(reload_weights)
+    load = action("load-lora", "load a LoRA adapter, and resume")
+    unload = action("unload-lora", "unload a LoRA adapter, and resume")
+    for lora in (load, unload):
+        _add_pause_arguments(lora)
+        lora.add_argument("--lora-name", metavar="NAME", required=True, help="name of the adapter")
+    load.add_argument(
+        "--lora-path", type=Path, metavar="DIR", required=True, help="folder of the adapter"
+    )
+    load.add_argument(
+        "--in-place", action="store_true", help="replace the adapter of that name, if it is loaded"
+    )
+
+
+def _add_pause_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the actions that pause the server."""
+    add = parser.add_argument
     add(
         "--running",
         choices=("finish", "keep"),
@@ -54,21 +83,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=3600.0,
         metavar="SECONDS",
-        help="the server resumes by itself after this time (default: %(default)g)",
+        help="the pause ends by itself after this time (default: %(default)g)",
     )
-    add("--level", type=int, choices=(1, 2), default=1, help="sleep: the level")
-    add("--lora-name", help="load-lora, unload-lora: name of the adapter")
-    add("--lora-path", type=Path, help="load-lora: folder of the adapter")
-    add("--in-place", action="store_true", help="load-lora: replace the adapter of that name")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Carry out an action; 1 if it failed, 2 if an option is missing."""
+    """Carry out an action; 1 if it failed."""
     action = args.action
-    needed = {"load-lora": ("lora_name", "lora_path"), "unload-lora": ("lora_name",)}
-    for name in needed.get(action, ()):
-        if not getattr(args, name):
-            raise Failure(f"{action} needs --{name.replace('_', '-')}", 2)
     server = AdminClient(args.server, args.api_key)
     for number in _INTERRUPTS:
         signal.signal(number, signal.default_int_handler)
@@ -145,7 +166,7 @@ def _change(server: AdminClient, args: argparse.Namespace, found_paused: bool) -
     the server resumes unless it may hold a mix of weights, or was paused before."""
     start = time.monotonic()
     # Both caches may hold results of the old weights: adapters are known by name alone.
-    replaces = args.action == "reload-weights" or args.in_place
+    replaces = args.action == "reload-weights" or (args.action == "load-lora" and args.in_place)
     changing = False
     try:
         if replaces:
@@ -166,12 +187,12 @@ def _change(server: AdminClient, args: argparse.Namespace, found_paused: bool) -
         if replaces and changing:
             raise AdminError(
                 f"{error}\nThe server stays paused, because it may hold a part of the new "
-                "weights. Try again, or resume it with --action resume."
+                "weights. Try again, or resume it with semsched maintenance resume."
             ) from error
         if found_paused:
             raise AdminError(
-                f"{error}\nThe server stays paused, as it was before. Resume it with --action "
-                "resume (wake, if it sleeps)."
+                f"{error}\nThe server stays paused, as it was before. Resume it with semsched "
+                "maintenance resume (wake, if it sleeps)."
             ) from error
         server.post("/resume")
         raise

@@ -419,7 +419,7 @@ def check_server(client: AdminClient, wanted: str | None) -> Iterator[Finding]:
         text = "not up in every engine: requests there keep their provisional or default level"
         yield Finding("warning", "predictor", text, "look for `predictor` in the server's log")
     if any(engine["paused"] for engine in engines):
-        advice = "semsched maintenance --action resume"
+        advice = "semsched maintenance resume"
         yield Finding("warning", "server", "it is paused and starts no requests", advice)
     for text in dict.fromkeys(map(_policy_of, engines)):
         yield Finding("ok", "policy", text)

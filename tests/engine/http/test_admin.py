@@ -197,7 +197,7 @@ def calm(server) -> dict[int, str]:
 @pytest.mark.parametrize("running", ["finish", "keep"])
 def test_requests_survive_a_pause(server, calm, running, capsys) -> None:
     with ManyRequests(server) as requests:
-        maintain = ("maintenance", "--action", "pause", "--running", running)
+        maintain = ("maintenance", "pause", "--running", running)
         assert command(server, *maintain) == 0
         state = admin(server).status()[0]
         assert state["paused"] and state["waiting"] > 0
@@ -206,7 +206,7 @@ def test_requests_survive_a_pause(server, calm, running, capsys) -> None:
         assert (state["running"] > 0) == (running == "keep")
         time.sleep(1)
         assert admin(server).status()[0] == state
-        assert command(server, "maintenance", "--action", "resume") == 0
+        assert command(server, "maintenance", "resume") == 0
     assert requests.texts == calm
     assert "paused: " in capsys.readouterr().out
 
@@ -220,7 +220,7 @@ def test_weights_can_change_while_requests_wait(server, weights, running) -> Non
     shutil.copy(weights, kept)
     tensors = load_file(weights)
     save_file({name: tensor.flip(0) for name, tensor in tensors.items()}, weights)
-    action = ("maintenance", "--action", "reload-weights", "--running", running)
+    action = ("maintenance", "reload-weights", "--running", running)
     with ManyRequests(server, SHORT_STORY_TOKENS):
         assert command(server, *action) == 0
     other = complete(server, "what is rain", 30)
@@ -261,14 +261,14 @@ def test_operator_raises_a_waiting_request_by_its_clients_id(server, capsys) -> 
 def test_sleep_and_wake_keep_the_queue(server, capsys) -> None:
     """The CPU platform frees no memory, but the sequence of actions is the same."""
     with ManyRequests(server, SHORT_STORY_TOKENS):
-        assert command(server, "maintenance", "--action", "sleep") == 0
+        assert command(server, "maintenance", "sleep") == 0
         assert "no sleep mode on this platform" in capsys.readouterr().out
         assert admin(server).status()[0]["paused"]
-        assert command(server, "maintenance", "--action", "wake") == 0
+        assert command(server, "maintenance", "wake") == 0
 
 
 def test_server_continues_after_a_failed_action(server, capsys) -> None:
-    action = ("maintenance", "--action", "unload-lora", "--lora-name", "none")
+    action = ("maintenance", "unload-lora", "--lora-name", "none")
     assert command(server, *action) == 1
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in capsys.readouterr().err
     assert not admin(server).status()[0]["paused"]
@@ -324,10 +324,10 @@ def test_adapter_is_loaded_and_unloaded_while_requests_run(serve, slim_model, tm
     before = complete(server, "what is rain", 30)
     adapter = ("--lora-name", "tone", "--lora-path", str(tmp_path / "tone"))
     with ManyRequests(server, SHORT_STORY_TOKENS):
-        assert command(server, "maintenance", "--action", "load-lora", *adapter) == 0
+        assert command(server, "maintenance", "load-lora", *adapter) == 0
         assert complete(server, "what is rain", 30, model="tone") != before
     assert complete(server, "what is rain", 30) == before
-    unload = ("maintenance", "--action", "unload-lora", "--lora-name", "tone")
+    unload = ("maintenance", "unload-lora", "--lora-name", "tone")
     with ManyRequests(server, SHORT_STORY_TOKENS):
         assert command(server, *unload) == 0
     with pytest.raises(urllib.error.HTTPError, match="404"):
