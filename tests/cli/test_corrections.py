@@ -37,9 +37,10 @@ def test_better_thresholds_are_written_into_a_copy_of_the_model(
     ("arguments", "status", "message"),
     [
         (["nowhere.jsonl"], 1, "nowhere.jsonl"),
-        (["nowhere.jsonl", "--correct", "a=0"], 2, "needs a server's address"),
-        (["http://127.0.0.1:1", "--correct", "a"], 2, "expected ID=LEVEL"),
-        (["http://127.0.0.1:1", "--correct", "a=0"], 1, "http://127.0.0.1:1"),
+        (["nowhere.jsonl", "--correct", "a=0"], 2, "for a server, not for a file"),
+        (["--server", "http://127.0.0.1:1", "--correct", "a"], 2, "expected ID=LEVEL"),
+        (["--server", "http://127.0.0.1:1", "--correct", "a=0"], 1, "http://127.0.0.1:1"),
+        (["--server", "http://127.0.0.1:1"], 1, "http://127.0.0.1:1"),
     ],
 )
 def test_mistakes_are_named(arguments, status, message, capsys) -> None:

@@ -89,7 +89,8 @@ def test_check_says_that_a_folder_is_one(tmp_path, capsys) -> None:
 def test_server_is_this_machines_unless_one_is_named(capsys, monkeypatch) -> None:
     for module in (arguments, top):
         monkeypatch.setattr(module, "LOCAL_SERVER", "127.0.0.1:1")  # http is understood
-    for words in (["top", "--once"], ["maintenance", "resume"], ["canary", "status"]):
+    actions = (["top", "--once"], ["maintenance", "resume"], ["canary", "status"], ["corrections"])
+    for words in actions:
         assert main(words) == 1
         printed = capsys.readouterr()
         assert "http://127.0.0.1:1" in printed.out + printed.err

@@ -244,7 +244,7 @@ def test_lengths_are_learned_from_a_server(tmp_path, server, capsys, base):
     prompts += [f"say word {number}" for number in range(50)] + ["refused", "cut"]
     (tmp_path / "prompts.txt").write_text("\n".join(prompts))
     model = tmp_path / "model"
-    source = ("--from-server", server, "--prompts", tmp_path / "prompts.txt")
+    source = ("--server", server, "--prompts", tmp_path / "prompts.txt")
     assert run("length", *source, "--output", model, "--base", base) == 0
     said, error = capsys.readouterr()
     assert "unseen prompts: " in said and "1 prompts failed" in error
@@ -282,6 +282,6 @@ def test_worse_lengths_leave_the_model_as_it_was(tmp_path, capsys, base):
 
 def test_missing_server_fails_with_a_message(tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("hello\n")
-    source = ("--from-server", "http://127.0.0.1:9", "--prompts", tmp_path / "prompts.txt")
+    source = ("--server", "http://127.0.0.1:9", "--prompts", tmp_path / "prompts.txt")
     assert run("length", *source, "--output", tmp_path / "model") == 1
     assert "lists no models" in capsys.readouterr().err

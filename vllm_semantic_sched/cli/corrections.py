@@ -1,8 +1,8 @@
 """Record corrections of levels, and refit the decision to them if that is better.
 
-Reads the corrections that a server has recorded (its address, or its file corrections.jsonl beside
-the event log) and compares the thresholds in force with refitted ones on corrections kept out of
-the fit. If these are better, a copy of the model with them is written. Says at most how many
+Reads the corrections that a server has recorded (from the server, or its file corrections.jsonl
+beside the event log) and compares the thresholds in force with refitted ones on corrections kept
+out of the fit. If these are better, a copy of the model with them is written. Says at most how many
 emergencies are missed, as far as the corrected requests were drawn at random.
 """
 
@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_semantic_sched.cli.arguments import Failure, failing, failing_in_lab
+from vllm_semantic_sched.cli.arguments import Failure, add_server_arguments, failing, failing_in_lab
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
 from vllm_semantic_sched.policy.facts.decision import decision_of
 from vllm_semantic_sched.predict import SHIPPED_WEIGHTS
@@ -28,8 +27,14 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the source of the corrections, the policy in force and the output."""
     add = parser.add_argument
-    add("source", metavar="FILE|URL", help="the file, or the server's address")
-    add("--api-key", default=os.environ.get("VLLM_API_KEY"), help="(default: $VLLM_API_KEY)")
+    add(
+        "file",
+        nargs="?",
+        type=Path,
+        metavar="FILE",
+        help="read the corrections from this file and not from the server",
+    )
+    add_server_arguments(parser)
     add(
         "--correct",
         metavar="ID=LEVEL",
@@ -55,13 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Record, or refit and print; 1 if the source or the model cannot be used, 2 for a wrong
     option."""
-    server = None
-    if args.source.startswith(("http://", "https://")):
-        server = AdminClient(args.source, args.api_key)
+    server = AdminClient(args.server, args.api_key)
     if args.correct is not None:
+        if args.file is not None:
+            raise Failure("--correct is for a server, not for a file", 2)
         return _correct(server, args.correct, args.sampled)
-    if server is None:
-        corrections = read_corrections(Path(args.source))
+    if args.file is not None:
+        corrections = read_corrections(args.file)
     else:
         corrections = parse_corrections(server.call("/corrections").get("corrections", []))
     model: Path = args.model or SHIPPED_WEIGHTS
@@ -78,10 +83,8 @@ def run(args: argparse.Namespace) -> None:
         print(f"written: {args.output}; set predictor.model to it and restart the server")
 
 
-def _correct(server: AdminClient | None, correction: str, sampled: bool) -> None:
+def _correct(server: AdminClient, correction: str, sampled: bool) -> None:
     name, _, level = correction.rpartition("=")
-    if server is None:
-        raise Failure("--correct needs a server's address", 2)
     if not name or not level.isdecimal():
         raise Failure(f"--correct {correction}: expected ID=LEVEL", 2)
     answer = server.post("/correct", id=name, level=int(level), sampled=sampled)

@@ -9,7 +9,7 @@
         urgency levels from your own labeled texts (columns text,level), as a domain defines them
     semsched train urgency --domain incident --output MODEL
         urgency levels from the example sentences of a domain
-    semsched train length --from-server URL --prompts FILE --output MODEL
+    semsched train length --server URL --prompts FILE --output MODEL
         output lengths of the model that you serve: sends it the prompts, then fits the length head.
         If the result orders unseen prompts worse, MODEL stays as it was; what it replaces is
         kept in MODEL/previous
@@ -115,12 +115,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_length_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_mutually_exclusive_group(required=True).add_argument
     add("--csv", type=Path, help="texts with lengths: columns text,output_tokens")
-    add("--from-server", metavar="URL", help="OpenAI-compatible server, like http://host:8000")
+    add("--server", metavar="URL", help="OpenAI-compatible server, like http://host:8000")
     add = parser.add_argument
-    add("--prompts", type=Path, help="--from-server: prompts, one per line, or a CSV with text")
-    add("--served-model", help="--from-server: its name (default: the first)")
-    add("--max-tokens", type=int, default=2048, help="--from-server: longest answer (%(default)s)")
-    add("--concurrency", type=int, default=8, help="--from-server: prompts at once (%(default)s)")
+    add("--prompts", type=Path, help="--server: prompts, one per line, or a CSV with text")
+    add("--served-model", help="--server: name of its model (default: the first)")
+    add("--max-tokens", type=int, default=2048, help="--server: longest answer (%(default)s)")
+    add("--concurrency", type=int, default=8, help="--server: prompts at once (%(default)s)")
     add(
         "--tune-encoder",
         action="store_true",
@@ -245,10 +245,10 @@ def _collected(args: argparse.Namespace) -> Path:
     from vllm_semantic_sched.lab.training.collect import collect_lengths
 
     if args.prompts is None:
-        raise ValueError("--from-server needs --prompts FILE")
+        raise ValueError("--server needs --prompts FILE")
     table: Path = args.output / "lengths.csv"
     collected = collect_lengths(
-        args.from_server,
+        args.server,
         args.prompts,
         table,
         model=args.served_model,
