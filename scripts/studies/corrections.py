@@ -39,7 +39,7 @@ _COLUMNS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--model", help="folder (default: the shipped model)")
+    parser.add_argument("--predictor", help="folder (default: the shipped one)")
     parser.add_argument("--visits", type=int, default=4000, help="at most (default: %(default)s)")
     parser.add_argument("--streams", type=int, default=5, help="orders (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("bench-output"), metavar="DIR")
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read the visits, print a table and write `corrections.json`."""
-    predictor = TextPredictor.load(args.model)
+    predictor = TextPredictor.load(args.predictor)
     table = make_table("", *_COLUMNS)
     rows = []
     for name, sizes in _SETS.items():

@@ -52,7 +52,9 @@ def second_of(first: Model) -> Model:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
-    add("--model", type=Path, required=True, help="folder of the first network; gets the second")
+    add(
+        "--predictor", type=Path, required=True, help="folder of the first network; gets the second"
+    )
     add("--data", type=Path, default=data_root(), help="data folder (default: SEMSCHED_DATA)")
     add("--minutes", type=float, default=75.0, help="of training (%(default)s)")
     add("--threads", type=int, default=2, help="threads that torch may use (%(default)s)")
@@ -76,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     sources = Sources.read(args.data, "train")
-    first = load_base(str(args.model))
-    known = load_second(args.model, first.network)
+    first = load_base(str(args.predictor))
+    known = load_second(args.predictor, first.network)
     model = second_of(first) if known is None else first._replace(network=known)
     before = {name: value.clone() for name, value in model.network.state_dict().items()}
     forms = {
@@ -105,7 +107,9 @@ def run(args: argparse.Namespace) -> int:
         rng.shuffle(mixed)
         return mixed
 
-    options = Options(args.model, str(args.model), args.seed, epochs=10_000, minutes=args.minutes)
+    options = Options(
+        args.predictor, str(args.predictor), args.seed, epochs=10_000, minutes=args.minutes
+    )
     validation = calibration_texts(Sources.read(args.data, "validation"), args.seed)
     if known is None:
         fit(model, texts, options, encoder_rate=_RATE)
@@ -120,8 +124,8 @@ def run(args: argparse.Namespace) -> int:
         )
         average_for(model, before, validation)
     calibrate(model, validation)
-    save_network(model.network, None, args.model / SECOND)
-    print(f"written: {args.model / SECOND}")
+    save_network(model.network, None, args.predictor / SECOND)
+    print(f"written: {args.predictor / SECOND}")
     return 0
 
 

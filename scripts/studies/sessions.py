@@ -157,14 +157,14 @@ def figures_of(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--chats", type=Path, default=Path("tests/data/sessions"), metavar="DIR")
-    parser.add_argument("--model", help="folder (default: the shipped model)")
+    parser.add_argument("--predictor", help="folder (default: the shipped one)")
     parser.add_argument("--output", type=Path, default=Path("bench-output"), metavar="DIR")
 
 
 def run(args: argparse.Namespace) -> int:
     """Read all turns, print tables and write `sessions.json`."""
     chats = read_chats(args.chats)
-    read = measure(TextPredictor.load(args.model), chats)
+    read = measure(TextPredictor.load(args.predictor), chats)
     console = make_console()
     found: dict[str, dict[str, dict[str, str]]] = {}
     for by in ("kind", "language"):

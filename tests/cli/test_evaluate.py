@@ -346,5 +346,5 @@ def test_wrong_options_fail_with_a_message(tmp_path, capsys, options, message):
 
 
 def test_missing_model_fails_with_its_name(table, tmp_path, capsys):
-    assert run("--data", table, "--output", tmp_path, "--model", tmp_path / "nothing") == 1
+    assert run("--data", table, "--output", tmp_path, "--predictor", tmp_path / "nothing") == 1
     assert "nothing" in capsys.readouterr().err

@@ -84,7 +84,11 @@ def test_the_command_prints_json(alarm, capsys) -> None:
 def test_model_comes_from_the_option_or_the_policy(alarm, tmp_path) -> None:
     policy = tmp_path / "mine.yaml"
     policy.write_text("predictor: {model: /models/mine}\n")
-    for arguments in ([], ["--policy", str(policy)], ["--model", "other", "--policy", str(policy)]):
+    for arguments in (
+        [],
+        ["--policy", str(policy)],
+        ["--predictor", "other", "--policy", str(policy)],
+    ):
         assert main(["explain", "x", *arguments]) == 0
     assert alarm == [None, "/models/mine", "other"]
 
@@ -98,7 +102,7 @@ def test_unusable_option_fails_with_its_name(alarm, capsys) -> None:
 
 
 def test_missing_model_fails_with_its_name(capsys) -> None:
-    assert main(["explain", "x", "--model", "/no/such/model"]) == 1
+    assert main(["explain", "x", "--predictor", "/no/such/model"]) == 1
     assert "/no/such/model" in capsys.readouterr().err
 
 

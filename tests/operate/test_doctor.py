@@ -204,7 +204,7 @@ def test_profile_is_derived_unless_one_is_named(examine) -> None:
 
 def test_predictor_model_that_is_none(examine, tmp_path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    status, lines = examine("--model", str(tmp_path), policy="ems")
+    status, lines = examine("--predictor", str(tmp_path), policy="ems")
     assert status == 1 and only(lines, "fault").startswith("fault: predictor: predictor.model: ")
 
 

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="--correct: the request was drawn at random, not noticed",
     )
-    add("--model", type=Path, metavar="DIR", help="that reads texts (default: the shipped one)")
+    add("--predictor", type=Path, metavar="DIR", help="folder (default: the shipped one)")
     add(
         "--output",
         type=Path,
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
         corrections = read_corrections(args.file)
     else:
         corrections = parse_corrections(server.call("/corrections").get("corrections", []))
-    model: Path = args.model or SHIPPED_WEIGHTS
+    model: Path = args.predictor or SHIPPED_WEIGHTS
     decision = decision_of(json.loads((model / "config.json").read_text("utf-8")))
     from vllm_semantic_sched.lab.training.corrections import missed_emergencies, refit
     from vllm_semantic_sched.lab.training.decision import write_decision

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_arguments(parser, required=False)
     add("--policy", metavar="NAME|FILE", help="the server's policy (default: the server's default)")
     add("--profile", metavar="NAME|FILE", help="its engine profile (default: the policy's)")
-    add("--model", metavar="DIR", help="the predictor model (default: the policy's)")
+    add("--predictor", metavar="NAME|DIR", help="folder or hub id (default: the policy's)")
     add(
         "--kv-transfer-config",
         metavar="JSON",
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the findings as they come; 1 if there is a fault, else 0."""
     server = None if args.server is None else AdminClient(args.server, args.api_key)
     statuses = set()
-    for finding in examine(args.policy, args.profile, args.model, args.kv_transfer, server):
+    for finding in examine(args.policy, args.profile, args.predictor, args.kv_transfer, server):
         print(finding, flush=True)
         statuses.add(finding.status)
     return int("fault" in statuses)

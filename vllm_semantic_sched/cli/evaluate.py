@@ -41,7 +41,7 @@ _BESIDE = ("compositions", "conversations", "everyday", "long_prompts")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the texts, the report, the model and the baselines."""
+    """Declare the texts, the report, the predictor and the baselines."""
     add = parser.add_argument_group("texts (one of these; --all also with --data)").add_argument
     add(
         "--data",
@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "exit status 1 if one is missed"
         ),
     )
-    add("--model", metavar="NAME|DIR", help="folder or hub id (default: the shipped model)")
+    add("--predictor", metavar="NAME|DIR", help="folder or hub id (default: the shipped one)")
     add(
         "--policy",
         metavar="NAME|FILE",
@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
     for name in builtin:
         sets[name] = examples.builtin_set(name, root)
     training = [] if args.no_baselines else _training_examples(args.train, domain, root)
-    measure = measure_of(args.model, training, args.threads, costs=costs)
+    measure = measure_of(args.predictor, training, args.threads, costs=costs)
     several = args.all or len(sets) > 1
     reports = {}
     for name, labeled in sets.items():

@@ -30,18 +30,18 @@ _BAR = 24  # characters for a probability of 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the text, the policy and the model that reads it."""
+    """Declare the text, the policy and the predictor that reads it."""
     add = parser.add_argument
     add("text", help="a prompt")
     add("--policy", default=DEFAULT_POLICY, help="name or path (default: %(default)s)")
-    add("--model", help="folder or hub id (default: the policy's)")
+    add("--predictor", metavar="NAME|DIR", help="folder or hub id (default: the policy's)")
     add("--max-tokens", type=positive, metavar="N", help="the request's own limit (default: none)")
     add("--json", action="store_true", help="print JSON instead of tables")
 
 
 @failing(FileNotFoundError, ImportError, ValueError)
 def run(args: argparse.Namespace) -> None:
-    """Explain and print; 1 if policy or model cannot be used."""
+    """Explain and print; 1 if policy or predictor cannot be used."""
     # Nothing here lives long, and collecting garbage takes a tenth of the time of the imports.
     gc.disable()
     try:
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
         from vllm_semantic_sched.predict.instant import InstantReader
         from vllm_semantic_sched.predict.model import TextPredictor
 
-        model = args.model or policy.predictor.model
+        model = args.predictor or policy.predictor.model
         predictor = TextPredictor.load(model)
         instant = InstantReader.load(model)
         # Bytes of the command line that are not UTF-8 arrive as characters that cannot be printed.
