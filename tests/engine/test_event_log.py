@@ -111,13 +111,13 @@ def test_hanging_disk_drops_lines_and_does_not_block(tmp_path, monkeypatch) -> N
     monkeypatch.setattr(log.file, "write", lambda text: (hang.wait(30), write(text))[1])
     for number in range(2000):  # while the disk hangs
         log.moved(transition(number))
-    assert counts(log).total("event_log_dropped", "queue_full") >= 1000
+    assert counts(log).total("event_log_dropped_lines", "queue_full") >= 1000
     hang.set()
     log.close()
     counters = counts(log)
     written = len(lines(tmp_path / "events.jsonl"))
     assert written == counters.total("event_log_lines")
-    assert written + counters.total("event_log_dropped") == 2000
+    assert written + counters.total("event_log_dropped_lines") == 2000
     assert "lost" in about(tmp_path / "events.jsonl")
     audit = Audit(tmp_path / "events.jsonl")
     assert audit.whole and any("lost" in finding.text for finding in audit.findings)
@@ -131,7 +131,7 @@ def test_full_disk_is_counted_and_does_not_stop_the_log(caplog, monkeypatch) -> 
     log.close()
     assert not log._thread.is_alive()
     counters = counts(log)
-    assert counters.total("event_log_dropped", "not_writable") == 300
+    assert counters.total("event_log_dropped_lines", "not_writable") == 300
     assert counters.total("event_log_lines") == 0
     assert len(caplog.records) == 1 and "No space left" in caplog.text
 

@@ -69,7 +69,7 @@ def test_held_requests_keep_seats_until_urgent_one_is_done(build) -> None:
     assert stepped(scheduler) == {"a", "b", "next"}
     scheduler.gauges()
     counters = scheduler.counters
-    assert counters.total("hold_steps") == 4 and counters.total("tokens_forgone") == 8
+    assert counters.total("hold_steps") == 4 and counters.total("forgone_tokens") == 8
     assert counters.total("held_seconds") > 0
     assert scheduler.jobs["a"].waited > 0
     assert counters.total("policy_errors") == 0

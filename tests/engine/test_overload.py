@@ -61,7 +61,7 @@ def test_overflowing_requests_are_refused_in_the_next_step(build, async_scheduli
     assert step(scheduler) == {"e": Code.OVER_CAPACITY}
     add(scheduler, "urgent", urgency=0)
     assert step(scheduler) == {"d": Code.OVER_CAPACITY}
-    assert scheduler.counters.total("refused", ("over_capacity", "1")) == 2
+    assert scheduler.counters.total("refused_requests", ("over_capacity", "1")) == 2
     assert scheduler.counters.total("policy_errors") == 0
 
 
@@ -137,7 +137,7 @@ def test_dropping_one_of_several_answers_ends_all(build) -> None:
     add(scheduler, "u1", "u2", extra={"urgency": 0})  # each wants a victim
     assert step(scheduler) == dict.fromkeys(answers, Code.DROPPED)
     assert set(scheduler.requests) == {"u1", "u2"}
-    assert scheduler.counters.total("refused", ("dropped", "b")) == 4
+    assert scheduler.counters.total("refused_requests", ("dropped", "b")) == 4
     assert scheduler.counters.total("policy_errors") == 0
     add(scheduler, "4_cmpl-7f3a-0-0a1b2c3d")  # an answer that was on its way
     assert step(scheduler) == {"4_cmpl-7f3a-0-0a1b2c3d": Code.DROPPED}

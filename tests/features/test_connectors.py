@@ -334,5 +334,5 @@ def test_requests_are_refused(name) -> None:
         for one in engine.records.values():
             ended[one.level][one.reason] += 1
         refused = sum(reasons["error"] for reasons in ended.values())
-        assert engine.scheduler.counters.total("refused") == refused > 4
+        assert engine.scheduler.counters.total("refused_requests") == refused > 4
         assert ended[0]["error"] == ended[1]["error"] == 0 < ended[4]["error"]

@@ -110,7 +110,7 @@ class Preemptions:
             plan = self._core.plan_preemption(job, kv_tokens)
         count = self._counters.add
         if victim.thrashed:
-            count("thrashing")
+            count("thrashing_preemptions")
         count("preempted_tokens", count=kv_tokens)
         if plan.saved:
             count("saved_tokens", count=plan.saved)

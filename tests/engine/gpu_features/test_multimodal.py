@@ -49,7 +49,7 @@ def test_sound_that_can_never_fit_is_refused(build) -> None:
     steps.add("never", urgency=0, output_tokens=5, **SOUND)
     steps.run(2)
     assert not steps.scheduler.requests
-    assert steps.scheduler.counters.total("refused") == 1
+    assert steps.scheduler.counters.total("refused_requests") == 1
 
 
 def test_prompt_logprobs_restart_at_first_token_after_preemption(build) -> None:

@@ -249,10 +249,12 @@ def test_flood_is_fully_answered_and_service_recovers(server) -> None:
 def test_refusals_are_counted_over_all_api_servers(server) -> None:
     ask(server)  # statistics come with steps
     for code in ("over_capacity", "queue_timeout", "superseded"):
-        wait_until(lambda code=code: page_value(server, "semsched:refused_total", code=code) > 0)
+        wait_until(
+            lambda code=code: page_value(server, "semsched:refused_requests_total", code=code) > 0
+        )
     assert page_value(server, "semsched:policy_errors_total") == 0
     assert page_value(server, "semsched:ended_requests_total", outcome="refused") == (
-        page_value(server, "semsched:refused_total")
+        page_value(server, "semsched:refused_requests_total")
     )
 
 

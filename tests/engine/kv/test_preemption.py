@@ -469,7 +469,7 @@ def test_request_not_worth_another_preemption_is_ended(tmp_path) -> None:
     scheduler = build_scheduler(SemanticScheduler, semantic_sched={"policy": str(path)})
     add_and_preempt(scheduler, "a", times=9, prompt_tokens=600)
     total = scheduler.counters.total
-    assert total("refused", ("dropped", "bronze")) == 1
+    assert total("refused_requests", ("dropped", "bronze")) == 1
     assert total("preemptions", ("drop", "urgent")) == 1
     assert 1 <= total("preemptions", ("recompute", "urgent")) < 8
     run_step(scheduler)

@@ -185,7 +185,9 @@ def test_metrics_match_the_requests_sent(observed) -> None:
     for (tier, outcome), count in ends.items():
         assert total(page, "semsched:ended_requests_total", tier=tier, outcome=outcome) == count
     assert total(page, "semsched:ended_requests_total") == len(observed.answers) + 1
-    assert total(page, "semsched:refused_total", code="over_capacity") == observed.count(429)
+    assert total(page, "semsched:refused_requests_total", code="over_capacity") == observed.count(
+        429
+    )
     assert total(page, "semsched:e2e_latency_seconds_count") == observed.count(200)
     assert total(page, "semsched:time_to_first_token_seconds_count") >= observed.count(200)
     starts = Counter(e["request"] for e in events if e["state"] == "running")
@@ -197,7 +199,7 @@ def test_metrics_match_the_requests_sent(observed) -> None:
     assert total(page, "semsched:requests_total") == len(observed.answers) + 1
     assert total(page, "semsched:waiting_requests") == 0
     assert total(page, "semsched:running_requests") == 0
-    assert total(page, "semsched:event_log_dropped_total") == 0
+    assert total(page, "semsched:event_log_dropped_lines_total") == 0
     assert total(page, "semsched:prediction_latency_seconds_count") > 0
     assert not page.get("semsched:policy_errors_total")
     assert {labels["engine"] for labels, _ in page["semsched:tier_info"]} == {"0"}

@@ -119,7 +119,7 @@ def test_refusal_is_counted_once_by_code_and_tier(scheduler) -> None:
     assert scheduler._endings.refuse("r", FULL)
     assert not scheduler._endings.refuse("r", FULL)
     assert not scheduler._endings.refuse("stranger", FULL)
-    assert scheduler.counters.total("refused", ("over_capacity", "4")) == 1
+    assert scheduler.counters.total("refused_requests", ("over_capacity", "4")) == 1
     assert scheduler.counters.total("ended_requests", ("4", "refused")) == 1
     assert len(step(scheduler)) == 1
 

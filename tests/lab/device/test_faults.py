@@ -248,7 +248,7 @@ def test_idle_session_takes_one_seat(sessions, asynchronous) -> None:
     assert engine.scheduler.num_waiting_for_streaming_input == 4
     for name in ("a", "b", "c", "urgent"):
         assert len(steps_until_token(engine, name)) <= AT_ONCE, name
-    for what in ("preemptions", "refused", "policy_errors"):
+    for what in ("preemptions", "refused_requests", "policy_errors"):
         assert engine.scheduler.counters.total(what) == 0, what
 
 

@@ -118,8 +118,8 @@ class EventLog(Listener):
     def report(self, counters: Counters) -> None:
         """Update the counters of written and dropped lines."""
         counters.raise_to("event_log_lines", self._written)
-        counters.raise_to("event_log_dropped", self._dropped, "queue_full")
-        counters.raise_to("event_log_dropped", self._failed, "not_writable")
+        counters.raise_to("event_log_dropped_lines", self._dropped, "queue_full")
+        counters.raise_to("event_log_dropped_lines", self._failed, "not_writable")
 
     def close(self) -> None:
         """Write the remaining lines and close the file; wait 5 seconds at most."""
@@ -173,7 +173,7 @@ class EventLog(Listener):
             if not self._failed:
                 logger.error(
                     "Semantic scheduling: the event log %s cannot be written: %s. Lost lines are "
-                    "counted in semsched:event_log_dropped_total.",
+                    "counted in semsched:event_log_dropped_lines_total.",
                     self.path,
                     error,
                 )

@@ -156,7 +156,7 @@ def gauges_of(
         },
     }
     counters.raise_to("hold_steps", core.protection.steps)
-    counters.raise_to("tokens_forgone", core.protection.tokens_forgone)
+    counters.raise_to("forgone_tokens", core.protection.tokens_forgone)
     if core.protection.enabled:
         gauges["hold_cost"] = core.protection.budget.share
     if core.estimates.length_ratio is not None:

@@ -53,7 +53,7 @@ COUNTERS = {
         "Requests by how they ended: completed, failed, cancelled, refused.",
         {**_TIER, "outcome": ("completed", "failed", "cancelled", "refused")},
     ),
-    "refused": Metric(
+    "refused_requests": Metric(
         "Requests ended without their answer, by the code that the client got.",
         {"code": [code.value for code in Code], **_TIER},
     ),
@@ -121,7 +121,7 @@ COUNTERS = {
     ),
     "hold_steps": Metric("Engine steps in which requests were held for a protected one."),
     "held_seconds": Metric("Seconds in which running requests were held.", _TIER),
-    "tokens_forgone": Metric("Tokens that held requests would have got in these steps."),
+    "forgone_tokens": Metric("Tokens that held requests would have got in these steps."),
     "promotions": Metric("Promotions of requests by their waiting time."),
     "overtakings": Metric("Admissions of requests that only their age put before others."),
     "deadline_boosted_requests": Metric("Requests raised because their deadline was near."),
@@ -135,7 +135,9 @@ COUNTERS = {
     "recomputed_tokens": Metric("Tokens of victims whose KV had to be computed again."),
     "abandoned_tokens": Metric("Tokens of victims that ended before they got a seat again."),
     "lost_copies": Metric("Host copies given up because the prefix cache was reset."),
-    "thrashing": Metric("Preemptions of requests that had got few tokens since the last one."),
+    "thrashing_preemptions": Metric(
+        "Preemptions of requests that had got few tokens since the last one."
+    ),
     "copy_seconds": Metric(
         "Seconds of saves and loads, by the engine profile and as measured.",
         {"copy": ("save", "load"), "source": ("predicted", "measured")},
@@ -155,7 +157,7 @@ COUNTERS = {
         {"doing": ()},
     ),
     "event_log_lines": Metric("Lines written to the event log."),
-    "event_log_dropped": Metric(
+    "event_log_dropped_lines": Metric(
         "Transitions that the event log lacks: its queue was full, or its file not writable.",
         {"reason": ("queue_full", "not_writable")},
     ),

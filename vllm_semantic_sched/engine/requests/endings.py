@@ -146,7 +146,7 @@ class Endings:
             return False
         if job is not None:
             tier = self._scheduler.core.policy.tier_names[job.level]
-            self._scheduler.counters.add("refused", (refusal.code.value, tier))
+            self._scheduler.counters.add("refused_requests", (refusal.code.value, tier))
         return True
 
     def refuse_prompt(self, job: Job, refusal: Refusal) -> None:
