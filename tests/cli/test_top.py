@@ -90,6 +90,13 @@ def test_paused_server_is_shown_as_paused(server, capsys) -> None:
     assert row(frame(capsys, "--server", server.url), name_of(server))[1] == "paused"
 
 
+def test_predictor_that_loads_is_not_called_down(server, capsys) -> None:
+    server.page.set("predictor_up", 0)
+    assert row(frame(capsys, "--server", server.url), name_of(server))[6] == "loading"
+    server.page.add("predictor_restarts", 1)
+    assert row(frame(capsys, "--server", server.url), name_of(server))[6] == "down"
+
+
 def test_observing_and_canary_are_shown(server, capsys) -> None:
     server.page.set("observing", 1)
     server.page.set("canary", 1)

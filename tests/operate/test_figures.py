@@ -45,8 +45,21 @@ def test_gauges_are_shown_by_level_and_engines_are_added_up() -> None:
     assert [tier.running for tier in figures.tiers] == [5, 11, 0]
     assert figures.tiers[2].longest_wait == 100.0
     assert figures.kv_use == 0.5 and figures.host_pool_use == 0.25
-    assert figures.predictor_up is False and figures.predictor_queue == 7
+    assert figures.predictor == "loading" and figures.predictor_queue == 7
     assert figures.policy_versions == (2, 3)
+
+
+def test_predictor_that_was_restarted_is_down_until_it_is_up() -> None:
+    page = busy_page()
+    page.set("predictor_up", 0)
+    assert compute([Interval(reading(page), None)]).predictor == "loading"
+    page.add("predictor_restarts", 1, engine=1)  # another engine's
+    page.set("predictor_up", 1, engine=1)
+    assert compute([Interval(reading(page), None)]).predictor == "loading"
+    page.add("predictor_restarts", 1)
+    assert compute([Interval(reading(page), None)]).predictor == "down"
+    page.set("predictor_up", 1)
+    assert compute([Interval(reading(page), None)]).predictor == "up"
 
 
 def test_first_reading_counts_from_the_start_of_the_server() -> None:
@@ -105,7 +118,7 @@ def test_servers_are_added_up_by_tier() -> None:
     assert total.tiers[0].started == 300 and 2.5 < total.tiers[0].ttft_p50 < 5.0
     assert sum(tier.running for tier in total.tiers) == 16
     assert sum(tier.waiting for tier in total.tiers) == 33
-    assert total.kv_use == 1.125 / 3 and total.predictor_up is True  # over all engines
+    assert total.kv_use == 1.125 / 3 and total.predictor == "up"  # over all engines
     assert total.policy_versions == (1, 2) and total.preemptions["swap"] == 2
 
 
@@ -113,7 +126,7 @@ def test_server_without_requests_has_empty_figures() -> None:
     page = Page("# HELP other A metric.\n# TYPE other gauge\nother 1\n", 0.0)
     figures = compute([Interval(page, None)])
     assert not page and not figures.tiers and not figures.preemptions
-    assert figures.kv_use is None and figures.predictor_up is None
+    assert figures.kv_use is None and figures.predictor is None
     assert figures.policy_versions == ()
 
 

@@ -39,6 +39,7 @@ _LEVELS = ("bold red", "red", "yellow", "green", "blue")
 _STYLES = {
     "no answer": "red",
     "down": "red",
+    "loading": "yellow",
     "paused": "yellow",
     "observes": "cyan",  # vLLM orders the requests by itself
     "answers": "green",
@@ -134,8 +135,8 @@ def _server_row(state: ServerState) -> list[Cell]:
     doing = "observes" if figures.observing else "answers"
     if state.paused:
         doing = "paused"
-    predictor = {None: "-", True: "up", False: "down"}[figures.predictor_up]
-    if figures.predictor_up and figures.predictor_queue:
+    predictor: str = figures.predictor or "-"
+    if figures.predictor == "up" and figures.predictor_queue:
         predictor = f"{figures.predictor_queue} queued"
     running = sum(tier.running for tier in figures.tiers)
     waiting = sum(tier.waiting for tier in figures.tiers)

@@ -5,13 +5,16 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
 WINDOW = 60.0  # seconds over which increases are reported, once a server was watched for so long
 _OURS = "semsched:"
 _KV_USE = "vllm:kv_cache_usage_perc"
+
+PredictorState = Literal["down", "loading", "up"]
+"""`loading`: for the first time since the server started."""
 
 
 class Page:
@@ -120,7 +123,7 @@ class Figures:
     hold_cost: float | None
     kv_use: float | None  # share in use, 0 to 1, mean over engines; None if not reported
     host_pool_use: float | None  # as `kv_use`
-    predictor_up: bool | None  # None where the policy wants no predictor
+    predictor: PredictorState | None  # of all engines; None where the policy wants no predictor
     predictor_queue: int  # prompts that wait for the predictor
     policy_versions: tuple[int, ...]  # of the engines, ascending
     observing: bool  # whether an engine only observes
@@ -142,7 +145,6 @@ def compute(intervals: Sequence[Interval]) -> Figures:
     for interval in intervals:
         for (kind,), count in sorted(interval.increase("preemptions_total", "kind").items()):
             preemptions[kind] += int(count)
-    up = values("predictor_up")
     return Figures(
         window=max(windows) if len(windows) == len(intervals) else None,
         tiers=tuple(_tiers(intervals)),
@@ -150,12 +152,27 @@ def compute(intervals: Sequence[Interval]) -> Figures:
         hold_cost=max(values("hold_cost"), default=None),
         kv_use=mean(_KV_USE),
         host_pool_use=mean("host_pool_usage"),
-        predictor_up=all(up) if up else None,
+        predictor=_predictor(intervals),
         predictor_queue=int(sum(values("predictor_queue"))),
         policy_versions=tuple(sorted({int(value) for value in values("policy_version")})),
         observing=any(values("observing")),
         canary=any(values("canary")),
     )
+
+
+def _predictor(intervals: Sequence[Interval]) -> PredictorState | None:
+    """The worst state of the predictors of all engines."""
+    states = set[PredictorState]()
+    for interval in intervals:
+        restarts = interval.total("predictor_restarts_total", "engine")
+        for engine, up in interval.now.by("predictor_up", "engine").items():
+            if all(up):
+                states.add("up")
+            else:
+                # One that cannot load, or has died, is restarted a second later.
+                states.add("down" if restarts[engine] else "loading")
+    worst_first: tuple[PredictorState, ...] = ("down", "loading", "up")
+    return next((state for state in worst_first if state in states), None)
 
 
 def _tiers(intervals: Sequence[Interval]) -> Iterator[TierFigures]:

@@ -200,7 +200,9 @@ GAUGES = {
     "session_floors": Metric("Sessions whose next request inherits an urgent level."),
     "unpredicted_requests": Metric("Waiting requests whose prediction is not back yet."),
     "predictor_queue": Metric("Prompts that wait for the predictor."),
-    "predictor_up": Metric("1 while a predictor process runs; absent where the policy wants none."),
+    "predictor_up": Metric(
+        "1 while a predictor runs and has loaded its model; absent where the policy wants none."
+    ),
     "host_pool_usage": Metric("Share of the host pool that holds KV."),
     "host_pool_fragmentation": Metric("Share of its free part outside the longest free run."),
     "host_copies": Metric("Waiting requests that have KV on the host."),
