@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from metrics_page import wait_until
 
+from vllm_semantic_sched.engine import vllm_api
 from vllm_semantic_sched.engine.http import admin
 from vllm_semantic_sched.engine.http.admin import probes, router
 from vllm_semantic_sched.engine.http.commands import UTILITY
@@ -205,6 +206,46 @@ def test_paused_server_takes_new_requests(mode) -> None:
         core = server.app.state.engine_client.engine_core
         assert server.post("/v1/semsched/pause", json={"mode": mode}).status_code == 200
         assert core.paused and not core.refuses
+
+
+class Sleeper(Engine):
+    """An engine client that notes how it is woken."""
+
+    def __init__(self) -> None:
+        super().__init__({"ready": True})
+        self.steps: list[str] = []
+
+    async def sleep(self, level, mode) -> None:
+        assert mode == "keep"
+
+    async def wake_up(self, tags=None) -> bool:
+        self.steps.append(f"wake {tags}")
+        return tags != ["weights"]
+
+    async def collective_rpc(self, method) -> None:
+        self.steps.append(method)
+
+
+@pytest.mark.parametrize(
+    ("level", "frees_memory", "steps"),
+    [
+        (1, True, ["wake None"]),
+        (2, True, ["wake ['weights']", "reload_weights", "wake ['kv_cache']"]),
+        (2, False, ["wake None"]),  # nothing was dropped
+    ],
+)
+def test_weights_that_sleep_dropped_are_loaded_before_the_server_resumes(
+    level, frees_memory, steps, monkeypatch
+) -> None:
+    monkeypatch.setattr(vllm_api, "has_sleep_mode", lambda: frees_memory)
+    with client("127.0.0.1") as server:
+        engine = server.app.state.engine_client = Sleeper()
+        answer = server.post("/v1/semsched/sleep", json={"level": level}).json()
+        assert answer == {"asleep": level * frees_memory}
+        assert server.post("/v1/semsched/wake").json() == {"awake": True}
+        assert engine.steps == steps
+        assert server.post("/v1/semsched/wake").status_code == 200
+        assert engine.steps == [*steps, "wake None"]
 
 
 def test_reload_is_rejected_if_any_engine_rejects_it() -> None:

@@ -74,18 +74,29 @@ def show_paused(paused: bool) -> None:
 
 @router.post("/sleep")
 async def sleep(request: Request, level: Annotated[Literal[1, 2], Body(embed=True)] = 1) -> Reply:
-    """Release the accelerator's memory (vLLM's sleep mode); call `pause` first. Frozen requests and
-    host copies of KV are recomputed after waking. `asleep` is 0 where the platform has no sleep
-    mode: then the server is only paused."""
+    """Release the accelerator's memory (vLLM's sleep mode); call `pause` first. Level 1 keeps the
+    weights on the host, 2 drops them. Frozen requests and host copies of KV are recomputed after
+    waking. `asleep` is 0 where the platform has no sleep mode: then the server is only paused."""
     await engine_of(request).sleep(level=level, mode="keep")
     _lease(request.app, None, paused=True)  # it sleeps until it is woken
-    return {"asleep": level if vllm_api.has_sleep_mode() else 0}
+    asleep = level if vllm_api.has_sleep_mode() else 0
+    state_of(request.app).weights_dropped = asleep == 2
+    return {"asleep": asleep}
 
 
 @router.post("/wake")
 async def wake(request: Request) -> Reply:
-    """Wake up and resume."""
-    awake = await engine_of(request).wake_up()
+    """Wake up and resume. Weights that sleep has dropped are loaded again before: vLLM would go on
+    with whatever their memory holds."""
+    engine = engine_of(request)
+    state = state_of(request.app)
+    if state.weights_dropped:
+        await engine.wake_up(["weights"])
+        await engine.collective_rpc("reload_weights")
+        awake = await engine.wake_up(["kv_cache"])
+        state.weights_dropped = False
+    else:
+        awake = await engine.wake_up()
     _lease(request.app, None)
     return {"awake": awake}
 

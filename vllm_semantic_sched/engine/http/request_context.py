@@ -73,6 +73,7 @@ class ServerState:
     routes: bool = False  # the routes have been added
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # else nobody keeps them
     lease: asyncio.TimerHandle | None = None  # ends a pause
+    weights_dropped: bool = False  # the engines sleep without their weights
     canaries: int = 0  # engines, from the first on, with a canary's new policy all the time
 
 
