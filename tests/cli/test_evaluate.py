@@ -129,7 +129,7 @@ def test_the_shipped_model_on_a_table(table, tmp_path, capsys):
     assert {"source", "description", "model", "decision", "n", "baselines"} <= set(report)
     assert set(report) >= LEVEL_KEYS | LENGTH_KEYS
     assert (report["n"], report["n_level"], report["n_length"]) == (4, 4, 2)
-    assert report["decision"]["rule"] == "thresholds"
+    assert len(report["decision"]["bounds"]) == 4
     assert sum(map(sum, report["confusion"])) == 4
     assert sum(part["n"] for part in report["reliability"]) == 4
     assert set(report["baselines"]) == {INSTANT, MAJORITY, MEDIAN}
@@ -171,17 +171,17 @@ def test_policy_has_costs_model_has_rule(small_model, tmp_path, monkeypatch):
     table.write_text("text,level\nhello,1\n")
     policy = tmp_path / "policy.yaml"
     policy.write_text("decision: {missed_cost: [200]}\n")
-    monkeypatch.setattr(TwoLevels, "decision", Decision(rule="least_cost"))
+    monkeypatch.setattr(TwoLevels, "decision", Decision())
     assert run("--data", table, "--output", tmp_path, "--policy", policy) == 0
     report = report_in(tmp_path)
     # At 200 a level, a hundredth of a chance of level 0 is dearer than being early.
-    assert report["recall"][1] == 0.0 and report["most_likely"]["recall"][1] == 1.0
+    assert report["recall"][1] == 0.0
     assert report["decision"]["missed_cost"] == [200.0]
-    assert "most likely level" in (tmp_path / "report.md").read_text()
-    monkeypatch.setattr(TwoLevels, "decision", Decision(rule="most_likely"))
+    assert "expected cost (missed_cost 200)" in (tmp_path / "report.md").read_text()
+    monkeypatch.setattr(TwoLevels, "decision", Decision(bounds=(0.5,)))
     assert run("--data", table, "--output", tmp_path) == 0
     assert report_in(tmp_path)["accuracy"] == 1.0
-    assert "predictor, most likely level" not in (tmp_path / "report.md").read_text()
+    assert "bounds (0.5)" in (tmp_path / "report.md").read_text()
 
 
 def test_claims_are_measured_beside_the_plain_texts(small_model, table, tmp_path):

@@ -42,7 +42,15 @@ def alarm(monkeypatch) -> list:
 def test_the_command_prints_tables(alarm, capsys) -> None:
     assert main(["explain", "[/b] big fire \ud83d \u202e"]) == 0
     printed = capsys.readouterr().out
-    for words in ("urgency level 0", "> 0", "[/b]", "fire", "mean 105", "50 - more", "least_cost"):
+    for words in (
+        "urgency level 0",
+        "> 0",
+        "[/b]",
+        "fire",
+        "mean 105",
+        "50 - more",
+        "lowest expected cost",
+    ):
         assert words in printed, words
 
 

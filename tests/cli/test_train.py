@@ -117,7 +117,7 @@ def test_trains_and_stores_a_model_that_loads(tmp_path, capsys, monkeypatch):
     options = ("--data", tmp_path / "data", "--output", tmp_path / "model", "--epochs", 1)
     options += ("--scale", 0.0005)
     assert run("all", *options, "--layers", 2) == 0
-    assert "thresholds on the expected level" in capsys.readouterr().out
+    assert "bounds of the levels' probabilities" in capsys.readouterr().out
     predictor = TextPredictor.load(str(tmp_path / "model"))
     (prediction,) = predictor.predict(["hello"])
     assert len(prediction.urgency) == 5

@@ -49,28 +49,33 @@ def test_the_rule_is_the_models_and_the_costs_are_the_policys() -> None:
     text = "a big box"  # 0.3 for level 0
     dear = explained(text, decision={"missed_cost": [4.0, 2.0, 1.0]})
     assert dear.level == 0 and dear.costs == pytest.approx((0.7, 1.2, 0.3 * 8 + 0.7 * 2))
-    likely = explained(text, reader=Alarm(Decision(rule="most_likely")))
-    assert likely.level == 1
-    # for level 1 "big" is a word against
-    assert likely.words[0].word == "big" and likely.words[0].log_odds < 0
+    calm = explained(text, reader=Alarm(Decision(bounds=(0.5, 0.5))))
+    assert calm.level == 1
     assert explained("a box", levels=1, default_level=0).level == 0
 
 
-def test_words_speak_for_level_0_where_its_possibility_decided() -> None:
+def test_words_speak_for_the_decided_level_and_all_more_urgent_ones() -> None:
     text = "a big box"  # 0.3 for level 0, 0.7 for level 1
+    urgent = explained(text, reader=Alarm(Decision(bounds=(0.3, 0.5))))
+    assert (urgent.level, urgent.weighed, urgent.rule) == (0, 0, "level 0 has 0.3, bound 0.3")
+    assert urgent.words[0].word == "big" and urgent.words[0].log_odds > 0
+    both = explained(text, reader=Alarm(Decision(bounds=(0.5, 0.5))))
+    assert (both.weighed, both.rule) == (1, "levels 0 to 1 together have 1, bound 0.5")
+    assert both.words[0].probability == pytest.approx(0.0)
 
-    def with_possible(bound: float) -> Alarm:
-        return Alarm(Decision(thresholds=(0.1, 0.2), certain=1.01, possible=(bound, bound)))
 
-    result = explained(text, reader=with_possible(0.3))
-    assert (result.level, result.weighed, result.rule) == (
-        1,
-        0,
-        "possible: level 0 has a probability of 0.3",
-    )
-    assert result.words[0].word == "big" and result.words[0].log_odds > 0
-    without = explained(text, reader=with_possible(1.01))
-    assert (without.level, without.weighed) == (2, 2)
+def test_words_speak_for_the_last_level_alone() -> None:
+    """It and all more urgent ones together are certain."""
+
+    class Calm(Alarm):
+        def _one(self, words) -> Prediction:
+            share = 0.9 if "please" in words else 0.6
+            return Prediction((0.0, 1 - share, share), (0.5, 0.5), decision=self.decision)
+
+    result = explained("a poem please", reader=Calm(Decision(bounds=(0.5, 0.5))))
+    assert (result.level, result.words[0].word) == (2, "please")
+    assert result.words[0].probability == pytest.approx(0.3)
+    assert result.rule == "no level reaches its bound (0.5, 0.5)"
 
 
 def test_lengths_and_time() -> None:

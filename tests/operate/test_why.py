@@ -32,8 +32,8 @@ def event(time, request, before, state, level, **more) -> str:
 
 P = [0.02, 0.08, 0.1, 0.7, 0.1]
 STORY = [
-    event(0.0, "x", None, "queued", 2, rule="thresholds", urgency=P),
-    event(0.5, "x", "queued", "queued", 3, reason="read", level_before=2, rule="certain",
+    event(0.0, "x", None, "queued", 2, rule="instant", urgency=P),
+    event(0.5, "x", "queued", "queued", 3, reason="read", level_before=2, rule="prediction",
           urgency=P, model="ab12"),
     event(1.0, "e", None, "queued", 0, rule="hint"),
     event(2.0, "e", "queued", "running", 0, waited=[["seat", None, 1.0]]),
@@ -85,8 +85,8 @@ def test_answer_fits_on_a_screen(log, capsys) -> None:
     assert len(printed) <= 24 and max(map(len, printed)) <= 100
     shown = "\n".join(printed)
     for line in (
-        "    0.000 s  arrived, level 2 by the expected level (P = 0.02 0.08 0.10 0.70 0.10)",
-        "    0.500 s  read: level 2 became 3 by a sure prediction (P = 0.02 0.08 0.10 0.70 0.10; "
+        "    0.000 s  arrived, level 2 by the instant reader (P = 0.02 0.08 0.10 0.70 0.10)",
+        "    0.500 s  read: level 2 became 3 by the predictor (P = 0.02 0.08 0.10 0.70 0.10; "
         "model ab12)",
         "   20.000 s  got a seat",
         "   28.000 s  preempted (urgent) for cmpl-c-0-0a1b2c3d (level 0), KV on the host",
@@ -167,7 +167,7 @@ def test_timeline_shows_the_floor_of_a_session_and_its_evidence(tmp_path) -> Non
     path = tmp_path / "events.jsonl"
     arrivals = [
         event(0.0, "x", None, "queued", 0, rule="session", turn=2, **floor),
-        event(0.1, "x", "queued", "queued", 3, reason="read", level_before=0, rule="certain",
+        event(0.1, "x", "queued", "queued", 3, reason="read", level_before=0, rule="prediction",
               urgency=P, turn=2, **floor),
         event(0.0, "y", None, "queued", 2, rule="default", turn=1),
     ]  # fmt: skip
@@ -178,7 +178,7 @@ def test_timeline_shows_the_floor_of_a_session_and_its_evidence(tmp_path) -> Non
     (_, arrived), (_, read) = timeline(account)
     assert arrived == f"arrived, level 0 by session, {evidence}"
     shares = "0.02 0.08 0.10 0.70 0.10"
-    assert read == f"read: level 0 became 3 by a sure prediction (P = {shares}), {evidence}"
+    assert read == f"read: level 0 became 3 by the predictor (P = {shares}), {evidence}"
     other = account_of([path], "cmpl-y")
     assert other is not None
     assert timeline(other)[0][1] == "arrived, level 2 by default, turn 1 of its session"

@@ -32,7 +32,7 @@ weights = st.lists(st.floats(0.001, 1.0), min_size=5, max_size=5)
 readings = st.builds(
     Prediction,
     weights.map(lambda each: tuple(one / sum(each) for one in each)),
-    decision=st.sampled_from(["most_likely", "least_cost", "thresholds"]).map(Decision),
+    decision=st.sampled_from([(), (0.2, 0.25, 0.5, 0.5), (0.9, 0.9, 0.9, 0.9)]).map(Decision),
 )
 corrections = st.one_of(
     st.tuples(st.just("read"), readings | st.none()),

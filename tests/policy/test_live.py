@@ -95,7 +95,7 @@ def test_new_limits_apply_at_once() -> None:
 
 def test_predicted_and_default_levels_change_and_hints_stay() -> None:
     core = core_of(decision={"missed_cost": [1.0]})
-    costs = Decision(rule="least_cost")
+    costs = Decision()
     prediction = Prediction((0.3, 0.05, 0.05, 0.05, 0.55), (1.0, 0.0), decision=costs)
     predicted = arrive(core, "predicted", prediction=prediction)
     unread = arrive(core, "unread")

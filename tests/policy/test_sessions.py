@@ -12,9 +12,9 @@ from vllm_semantic_sched.policy.profile.formula import load_profile
 MEMORY = 600.0
 
 
-def reading(level: int, instant: bool = False) -> Prediction:
+def reading(level: int) -> Prediction:
     """A sure one."""
-    return Prediction(tuple(float(each == level) for each in range(5)), instant=instant)
+    return Prediction(tuple(float(each == level) for each in range(5)))
 
 
 class Clients:
@@ -56,7 +56,7 @@ class Clients:
             self.core.read_hints(hints, 0),
             awaits_prediction=awaits,
             tenant=tenant,
-            provisional=None if glance is None else reading(glance, instant=True),
+            provisional=None if glance is None else reading(glance),
             session=turn,
         )
         self.core.arrive(job, self.now)

@@ -10,8 +10,7 @@ import pytest
 from vllm_semantic_sched.lab.evaluation.examples import read_examples
 from vllm_semantic_sched.lab.evaluation.metrics import level_figures
 from vllm_semantic_sched.policy.config import Policy
-from vllm_semantic_sched.policy.estimates.decision import decide, preempting_level
-from vllm_semantic_sched.policy.facts.decision import Decision
+from vllm_semantic_sched.policy.estimates.decision import decide_level, preempting_level
 from vllm_semantic_sched.predict import SHIPPED_WEIGHTS
 from vllm_semantic_sched.predict.instant import (
     INSTANT_FILE,
@@ -38,18 +37,16 @@ def rows(reader):
     return [reader.read(one.text).urgency for one in MESSAGES]
 
 
-def test_shipped_reader_tells_urgent_messages_from_others(rows) -> None:
-    figures = level_figures(LEVELS, rows, Decision(possible=(2, 2)))
+def test_shipped_reader_tells_urgent_messages_from_others(reader, rows) -> None:
+    figures = level_figures(LEVELS, rows, reader.decision)
     assert figures["auc"] >= 0.96
     assert figures["urgent_recall"] >= 0.92
     assert figures["quadratic_weighted_kappa"] >= 0.85
     assert figures["ece"] <= 0.1  # usable as probabilities
 
 
-def test_unread_messages_that_may_preempt_are_urgent(rows) -> None:
-    rights = [
-        preempting_level(Policy(), row, decide(row, Decision(), instant=True)[0]) for row in rows
-    ]
+def test_unread_messages_that_may_preempt_are_urgent(reader, rows) -> None:
+    rights = [preempting_level(Policy(), row, decide_level(row, reader.decision)) for row in rows]
     sure = [level for level, at in zip(LEVELS, rights, strict=True) if at is not None and at <= 1]
     assert sum(level <= 1 for level in sure) >= 0.93 * len(sure)
     assert len(sure) >= 0.6 * sum(level <= 1 for level in LEVELS)

@@ -128,7 +128,7 @@ def test_causes_add_up_to_the_measured_wait(scenario: Scenario) -> None:
         if line.get("reason") in ("urgent", "held"):
             assert line["for"] != line["request"] and line["for_level"] <= line["level"]
         if line["from"] is None or line.get("reason") == "read":
-            assert line["rule"] in ("hint", "default", "thresholds", "certain", "tenant_top")
+            assert line["rule"] in ("hint", "default", "prediction", "tenant_top")
     for run in runs:
         name = run.job.request_id
         found = [delay for delay in delays[name] if delay.cause != "restoring"]

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("refitted-model"),
         metavar="DIR",
-        help="gets a copy of the model with the refitted thresholds (default: %(default)s)",
+        help="gets a copy of the model with the refitted bounds (default: %(default)s)",
     )
 
 
@@ -113,6 +113,6 @@ def _print_refit(refit: Refit) -> None:
 
     print(f"in force:                  {text(refit.before)}")
     print(f"refitted, without its own: {text(refit.after)}")
-    thresholds = ", ".join(f"{cut:g}" for cut in refit.decision.thresholds)
+    bounds = ", ".join(f"{bound:g}" for bound in refit.decision.bounds)
     verdict = "better" if refit.better else "not clearly better: nothing is written"
-    print(f"thresholds {thresholds}: {verdict}")
+    print(f"bounds {bounds}: {verdict}")

@@ -111,7 +111,11 @@ def _named(explanation: Explanation) -> str:
 
 
 def _show_words(console: Console, explanation: Explanation) -> None:
-    title = f"words that speak for (+) and against (-) level {explanation.weighed}"
+    last = len(explanation.probabilities) - 1
+    levels = f"level {explanation.weighed}"
+    if 0 < explanation.weighed < last:
+        levels = f"levels 0 to {explanation.weighed}"
+    title = f"words that speak for (+) and against (-) {levels}"
     if explanation.occluded != explanation.word_count:
         half = explanation.occluded // 2
         title += f", of the first and last {half} of {explanation.word_count}"

@@ -181,7 +181,7 @@ def _train_all(args: argparse.Namespace) -> None:
 
     texts = train_all(_options(args), root, args.scale, args.teacher, args.layers)
     print(f"saved to {args.output}")
-    _print_thresholds(args.output, texts)
+    _print_bounds(args.output, texts)
 
 
 def _train_urgency(args: argparse.Namespace) -> None:
@@ -287,13 +287,13 @@ def _report(
         known = f"{tuned.known_tests} of the {len(tuned.tests)} texts for the report"
         print(f"{known} are trained on as well")
     if args.kind == "urgency":
-        _print_thresholds(args.output, len(tuned.training))
+        _print_bounds(args.output, len(tuned.training))
     measure = measure_of(str(args.output), tuned.training, beside=beside)
     return report_on(read_labeled_set(args.output / TEST_FILE), measure, args.output / "report")
 
 
-def _print_thresholds(model: Path, texts: int) -> None:
-    """Print the fitted thresholds of a model."""
+def _print_bounds(model: Path, texts: int) -> None:
+    """Print the fitted bounds of a model."""
     settings = json.loads((model / "config.json").read_text("utf-8"))
-    cuts = ", ".join(f"{cut:g}" for cut in decision_of(settings).thresholds)
-    print(f"thresholds on the expected level, fitted to {texts} texts: {cuts}")
+    bounds = ", ".join(f"{bound:g}" for bound in decision_of(settings).bounds)
+    print(f"bounds of the levels' probabilities, fitted to {texts} texts: {bounds}")

@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, get_args
 
 from vllm_semantic_sched.policy.config import Policy
 from vllm_semantic_sched.policy.core import SchedulingCore
 from vllm_semantic_sched.policy.estimates.decision import (
-    decided,
+    decide_level,
     expected_costs,
-    expected_level,
     predicted_level,
     preempting_level,
 )
@@ -43,7 +41,8 @@ class LengthShare:
 
 @dataclasses.dataclass(frozen=True)
 class WordWeight:
-    """A word, and how much probability and log-odds of `Explanation.weighed` fall without it."""
+    """A word, and how much the probability and log-odds of the decided level, together with all
+    more urgent ones, fall without it; of the last level alone, if that was decided."""
 
     word: str
     position: int  # in what is read, from 0
@@ -76,7 +75,7 @@ class Explanation:
     lengths: tuple[LengthShare, ...]  # predicted; empty if the model predicts no lengths
     tokens: dict[str, float]  # expected output by estimate; empty likewise
     remaining_seconds: float  # predicted engine time for the whole request
-    weighed: int  # the level for which words speak: 0 if its possibility decided, else the decided
+    weighed: int  # the level for which words speak: the decided one, among those of the model
     words: tuple[WordWeight, ...]  # heaviest first
     occluded: int  # words that were left out one by one
     word_count: int  # of what is read
@@ -95,18 +94,16 @@ def _word_weights(
     positions = cut_pieces(list(range(len(words))), _OCCLUDED)
     shorter = [" ".join(words[:place] + words[place + 1 :]) for place in positions]
     prediction, of_part, *predictions_without = predictor.predict([text, read, *shorter])
-    whole = of_part.urgency
-    level, rule = decided(policy, prediction)
-    weighed = 0 if rule == "possible" else level
+    weighed = decide_level(prediction.urgency, prediction.decision, policy.decision)
+    probability, log_odds = _share(of_part, weighed), _log_odds(of_part, weighed)
     weights = []
     for position, prediction_without in zip(positions, predictions_without, strict=True):
-        without = prediction_without.urgency
         weights.append(
             WordWeight(
                 word=words[position],
                 position=position,
-                probability=whole[weighed] - without[weighed],
-                log_odds=_log_odds(whole, weighed) - _log_odds(without, weighed),
+                probability=probability - _share(prediction_without, weighed),
+                log_odds=log_odds - _log_odds(prediction_without, weighed),
             )
         )
     return prediction, weighed, weights
@@ -141,7 +138,7 @@ def explain(
         level=job.level,
         tier=policy.tier_names[job.level],
         served=tuple(policy.tier_names[min(level, last)] for level in range(len(whole))),
-        rule=_rule_in_words(policy, prediction),
+        rule=_rule_in_words(prediction, weighed),
         probabilities=whole,
         costs=tuple(expected_costs(whole, policy.decision)),
         lengths=lengths,
@@ -158,18 +155,21 @@ def explain(
     )
 
 
-def _rule_in_words(policy: Policy, prediction: Prediction) -> str:
-    probabilities, decision = prediction.urgency, prediction.decision
-    cuts = ", ".join(f"{cut:g}" for cut in decision.thresholds)
-    words = {
-        "least_cost": "lowest expected cost",
-        "most_likely": "highest probability",
-        "certain": f"probability of at least {decision.certain:g}",
-        "thresholds": f"expected level {expected_level(probabilities):.2f}, cut at {cuts}",
-        "possible": f"level 0 has a probability of {probabilities[0]:.2g}",
-    }
-    _, rule = decided(policy, prediction)
-    return f"{rule}: {words[rule]}"
+def _share(prediction: Prediction, level: int) -> float:
+    """The probability of a level and all more urgent ones; of the last level alone."""
+    if level == len(prediction.urgency) - 1:
+        return prediction.urgency[level]
+    return math.fsum(prediction.urgency[: level + 1])
+
+
+def _rule_in_words(prediction: Prediction, level: int) -> str:
+    bounds = prediction.decision.bounds
+    if len(bounds) != len(prediction.urgency) - 1:
+        return "the level with the lowest expected cost is taken"
+    if level == len(bounds):
+        return f"no level reaches its bound ({', '.join(f'{bound:g}' for bound in bounds)})"
+    levels = "level 0 has" if level == 0 else f"levels 0 to {level} together have"
+    return f"{levels} {_share(prediction, level):.2g}, bound {bounds[level]:g}"
 
 
 def _instant_part(text: str, reader: InstantReader, policy: Policy) -> InstantPart:
@@ -225,7 +225,9 @@ def _notes(policy: Policy, prediction: Prediction) -> tuple[str, ...]:
     return tuple(effect.format(what) for what, used in uses.items() if not used)
 
 
-def _log_odds(probabilities: Sequence[float], level: int) -> float:
+def _log_odds(prediction: Prediction, level: int) -> float:
+    """Of the same share."""
+    urgency = prediction.urgency
     # Summed separately: beside a probability near 1 the others' digits would be lost.
-    others = sum(share for index, share in enumerate(probabilities) if index != level)
-    return math.log(max(probabilities[level], _TINY)) - math.log(max(others, _TINY))
+    others = math.fsum(urgency[:level] if level == len(urgency) - 1 else urgency[level + 1 :])
+    return math.log(max(_share(prediction, level), _TINY)) - math.log(max(others, _TINY))

@@ -313,11 +313,8 @@ _RULES = {
     "priority": "the client's priority",
     "service_tier": "its service tier",
     "tenant_top": "its tenant's share of level 0",
-    "certain": "a sure prediction",
-    "possible": "a possible emergency",
-    "thresholds": "the expected level",
-    "least_cost": "the least expected cost",
-    "most_likely": "the likeliest level",
+    "prediction": "the predictor",
+    "instant": "the instant reader",
 }
 
 

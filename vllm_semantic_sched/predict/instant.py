@@ -11,7 +11,7 @@ import numpy
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
-from vllm_semantic_sched.policy.facts.decision import DEFAULT_DECISION, Decision, decision_of
+from vllm_semantic_sched.policy.facts.decision import Decision
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.predict import SHIPPED_WEIGHTS, buckets_of
 from vllm_semantic_sched.predict.window import (
@@ -27,6 +27,9 @@ PAIR_ROWS = 2**16  # that pairs of neighboring wordpieces are hashed to
 # Between a sum, in which a long text is sure of everything, and a mean, in which a single word
 # counts for nothing in it. Best on validation texts.
 DAMPING = 0.25
+# Bound of each level (`Decision.bounds`) of a reading. Below a half: to start a request too late
+# costs more than to start it too early, which the predictor corrects soon.
+_BOUND = 0.4
 _SPECIAL = 2  # of the window, [CLS] and [SEP], which say nothing here
 
 Floats = NDArray[numpy.float32]
@@ -159,14 +162,13 @@ class InstantReader:
         features: FeatureReader,
         table: InstantTable,
         length_buckets: LengthBuckets,
-        decision: Decision = DEFAULT_DECISION,
     ) -> None:
         if len(table.rows) != features.rows:
             raise ValueError(f"{len(table.rows)} rows for {features.rows} wordpieces and pairs")
         self._features, self._table = features, table
         self._glance = Glance(table)
         self.levels, self.length_buckets = table.levels, length_buckets
-        self.decision = decision  # of the model, by which its readings become levels
+        self.decision = Decision(bounds=(_BOUND,) * (table.levels - 1))
 
     @classmethod
     def load(cls, path: str | None = None) -> Self | None:
@@ -183,7 +185,7 @@ class InstantReader:
                 f"{folder / INSTANT_FILE}: {len(table.bias)} outputs for {table.levels} levels and "
                 f"{len(buckets.means)} length buckets"
             )
-        return cls(FeatureReader.load(folder), table, buckets, decision_of(settings))
+        return cls(FeatureReader.load(folder), table, buckets)
 
     @classmethod
     def load_beside(cls, path: str | None, buckets: LengthBuckets | None) -> Self | None:
@@ -206,7 +208,6 @@ class InstantReader:
             length=tuple(_softmax(logits[self.levels :]).tolist()),
             unreadable=unreadable(cut),
             part=self._urgent_part(pieces, pairs),
-            instant=True,
             decision=self.decision,
         )
 

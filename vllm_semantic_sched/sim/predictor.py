@@ -7,6 +7,7 @@ from operator import itemgetter
 
 import numpy as np
 
+from vllm_semantic_sched.policy.facts.decision import Decision
 from vllm_semantic_sched.policy.facts.prediction import MAX_PASS, LengthBuckets, Prediction
 from vllm_semantic_sched.sim.events import EventQueue, Order
 from vllm_semantic_sched.sim.request import Run
@@ -54,11 +55,12 @@ def draw_predictions(
     lengths = mistaken(true_buckets, count, model.length_error, rng, clipped)
     # Requests of a predicted level and bucket share one object.
     by_class: dict[tuple[int, int], Prediction] = {}
+    likeliest = Decision(bounds=(0.5,) * (levels - 1))
     for level, bucket in itertools.product(range(levels), range(count)):
         by_class[level, bucket] = Prediction(
             urgency=_peaked(level, levels, doubt),
             length=_peaked(bucket, count, doubt),
-            instant=doubt > 0,
+            decision=likeliest,
         )
     classes = zip(predicted.tolist(), lengths.tolist(), strict=True)
     return Predictions([by_class[level, bucket] for level, bucket in classes], buckets)

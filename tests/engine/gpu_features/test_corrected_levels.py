@@ -19,10 +19,8 @@ TIERS = (
 )
 
 
-def read_as(level: int, instant: bool = False) -> Prediction:
-    return Prediction(
-        tuple(0.96 if at == level else 0.01 for at in range(LEVELS)), None, instant=instant
-    )
+def read_as(level: int) -> Prediction:
+    return Prediction(tuple(0.96 if at == level else 0.01 for at in range(LEVELS)), None)
 
 
 class ScriptedReader(StubReader):
@@ -41,9 +39,7 @@ def read_texts_as(scheduler, level: int) -> ScriptedReader:
     """The instant reader says this level of all texts; returns the second reader."""
     feed, reader = scheduler.predictions, ScriptedReader()
     feed.service, feed.tokenizer = reader, SimpleNamespace(decode=lambda tokens: "text")
-    feed.instant = SimpleNamespace(
-        read=lambda text: read_as(level, instant=True), same_shape=lambda other: False
-    )
+    feed.instant = SimpleNamespace(read=lambda text: read_as(level), same_shape=lambda other: False)
     return reader
 
 

@@ -13,9 +13,9 @@ from vllm_semantic_sched.policy.facts.prediction import Prediction
 pytestmark = pytest.mark.engine
 
 READINGS = [  # of the instant reader, the only one that the server passes on
-    Prediction((0.75, 0.25), (0.1, 0.2, 0.7), instant=True),
-    Prediction((0.25, 0.75), (0.1, 0.2, 0.7), part=(0.875, 0.125), instant=True),
-    Prediction((0.2, 0.8), None, unreadable="empty", instant=True),
+    Prediction((0.75, 0.25), (0.1, 0.2, 0.7)),
+    Prediction((0.25, 0.75), (0.1, 0.2, 0.7), part=(0.875, 0.125)),
+    Prediction((0.2, 0.8), None, unreadable="empty"),
 ]
 
 

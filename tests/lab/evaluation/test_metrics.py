@@ -62,11 +62,11 @@ def test_level_figures_by_hand():
 
 def test_the_rule_decides_the_level_and_the_price_stays():
     row = (0.3, 0.0, 0.0, 0.0, 0.7)
-    careful = level_figures([0], [row], Decision(rule="least_cost"))
+    careful = level_figures([0], [row], Decision())
     assert careful["recall"][0] == 1.0 and careful["expected_cost"] == 0.0
     for careless in (
-        Decision(rule="most_likely"),
-        Decision(rule="least_cost", missed_cost=(1.0,)),
+        Decision(bounds=(0.5, 0.5, 0.5, 0.5)),
+        Decision(missed_cost=(1.0,)),
     ):
         figures = level_figures([0], [row], careless)
         assert figures["recall"][0] == 0.0

@@ -19,7 +19,7 @@ from vllm_semantic_sched.policy.estimates.decision import decide_level
 from vllm_semantic_sched.policy.facts.decision import Decision
 from vllm_semantic_sched.predict.corrections import Correction
 
-DECISION = Decision()
+DECISION = Decision(bounds=(0.2, 0.25, 0.5, 0.5))
 
 
 def test_refit_repairs_a_model_that_reads_everything_as_too_calm() -> None:
@@ -39,10 +39,10 @@ def test_refit_that_only_follows_noise_is_not_better() -> None:
     assert not refit(noise, DECISION).better
 
 
-def test_few_corrections_move_the_thresholds_little() -> None:
+def test_few_corrections_move_the_bounds_little() -> None:
     def distance(count: int) -> float:
-        fitted = refit(stream(count, 5, 1.2), DECISION).decision.thresholds
-        return sum(abs(new - old) for new, old in zip(fitted, DECISION.thresholds, strict=True))
+        fitted = refit(stream(count, 5, 1.2), DECISION).decision.bounds
+        return sum(abs(new - old) for new, old in zip(fitted, DECISION.bounds, strict=True))
 
     assert distance(LEAST) < distance(1000)
     with pytest.raises(ValueError, match="needs at least"):

@@ -4,18 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_semantic_sched.policy.estimates.decision import (
-    decide,
-    decide_level,
-    expected_costs,
-    expected_level,
-)
-from vllm_semantic_sched.policy.facts.decision import Decision
+from vllm_semantic_sched.policy.config.estimates import MissedCosts
+from vllm_semantic_sched.policy.estimates.decision import decide_level, expected_costs
+from vllm_semantic_sched.policy.facts.decision import Decision, decision_of
 
-LIKELIEST = Decision(rule="most_likely")
-LEAST_COST = Decision(rule="least_cost")
-NEVER = (1.01, 1.01)
-SYMMETRIC = Decision(rule="least_cost", missed_cost=(1.0,))
+LEAST_COST = Decision()
+SYMMETRIC = Decision(missed_cost=(1.0,))
+BOUNDED = Decision(bounds=(0.2, 0.25, 0.5, 0.5))
 
 
 @st.composite
@@ -27,7 +22,7 @@ def distributions(draw, levels=None):
 
 @given(distributions(), st.lists(st.floats(0.1, 50.0), min_size=1, max_size=5))
 def test_least_cost_chooses_the_cheapest_level(probabilities, costs):
-    decision = Decision(rule="least_cost", missed_cost=tuple(costs))
+    decision = Decision(missed_cost=tuple(costs))
     costs = expected_costs(probabilities, decision)
     assert len(costs) == len(probabilities)
     assert costs[decide_level(probabilities, decision)] == min(costs)
@@ -35,12 +30,12 @@ def test_least_cost_chooses_the_cheapest_level(probabilities, costs):
 
 @given(distributions(), st.floats(1.0, 20.0), st.floats(1.0, 5.0))
 def test_higher_missed_cost_never_makes_a_request_less_urgent(probabilities, cost, factor):
-    cheap = Decision(rule="least_cost", missed_cost=(cost,))
-    dear = Decision(rule="least_cost", missed_cost=(cost * factor,))
+    cheap = Decision(missed_cost=(cost,))
+    dear = Decision(missed_cost=(cost * factor,))
     assert decide_level(probabilities, dear) <= decide_level(probabilities, cheap)
 
 
-@pytest.mark.parametrize("decision", [LIKELIEST, SYMMETRIC, LEAST_COST, Decision()])
+@pytest.mark.parametrize("decision", [SYMMETRIC, LEAST_COST, BOUNDED])
 def test_certain_prediction_gives_its_level(decision):
     for level in range(5):
         assert decide_level([float(other == level) for other in range(5)], decision) == level
@@ -48,57 +43,59 @@ def test_certain_prediction_gives_its_level(decision):
 
 def test_equal_costs_give_median_and_high_ones_urgency():
     torn = (0.3, 0.15, 0.05, 0.1, 0.4)
-    assert decide_level(torn, LIKELIEST) == 4
     assert decide_level(torn, SYMMETRIC) == 2
     assert decide_level(torn, LEAST_COST) == 0
 
 
-@given(distributions(5), distributions(5))
-def test_thresholds_follow_the_expected_level(one, other):
-    calm, urgent = sorted((one, other), key=expected_level, reverse=True)
-    decision = Decision(certain=1.01, possible=NEVER)
-    assert 0 <= decide_level(urgent, decision) <= decide_level(calm, decision) <= 4
+@given(distributions(5), st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4))
+def test_most_urgent_level_that_reaches_its_bound_counts(probabilities, bounds):
+    level = decide_level(probabilities, Decision(tuple(bounds)))
+    together = [sum(probabilities[: other + 1]) for other in range(5)]
+    assert all(together[other] < bounds[other] for other in range(level))
+    assert level == 4 or together[level] >= bounds[level] - 2e-6
 
 
-@given(distributions(5))
-def test_certain_level_is_taken_as_it_is(probabilities):
-    decision = Decision(possible=NEVER)
-    level = decide_level(probabilities, decision)
-    if max(probabilities) >= decision.certain:
-        assert probabilities[level] == max(probabilities)
-    else:
-        assert level == decide_level(probabilities, Decision(certain=1.01, possible=NEVER))
+@given(distributions(5), distributions(5), st.floats(0, 1))
+def test_more_probability_of_urgent_levels_never_makes_a_request_less_urgent(row, other, share):
+    """Moved from a level to a more urgent one."""
+    moved = list(row)
+    given_away = share * moved[3]
+    moved[3] -= given_away
+    moved[1] += given_away
+    assert decide_level(moved, BOUNDED) <= decide_level(row, BOUNDED)
 
 
-@given(distributions(), st.floats(0.01, 0.5), st.floats(0.01, 0.5))
-def test_possible_emergency_gets_level_1_or_last_but_one(probabilities, one, other):
-    cuts = tuple(0.5 + cut for cut in range(len(probabilities) - 1)) or (0.5,)
-    off, on = (Decision(thresholds=cuts, possible=each) for each in (NEVER, (one, other)))
-    level, last = decide_level(probabilities, off), len(probabilities) - 1
-    least = 1 if probabilities[0] >= one else last - 1 if probabilities[0] >= other else last
-    expected = min(level, max(1, least))
-    assert decide_level(probabilities, on) == expected
-    assert (decide(probabilities, on)[1] == "possible") == (expected < level)
-    assert decide(probabilities, on, instant=True) == decide(probabilities, off)
+@given(distributions(5), st.integers(0, 3), st.floats(0.01, 0.99))
+def test_a_lower_bound_never_makes_a_request_less_urgent(probabilities, place, factor):
+    bounds = list(BOUNDED.bounds)
+    bounds[place] *= factor
+    lower = Decision(tuple(bounds))
+    assert decide_level(probabilities, lower) <= decide_level(probabilities, BOUNDED)
 
 
-@given(distributions())
-def test_thresholds_for_another_number_of_levels_are_not_used(probabilities):
+def test_equality_reaches_a_bound():
+    assert decide_level((0.1, 0.2, 0.1, 0.6, 0.0), Decision((0.2, 0.3, 0.5, 0.5))) == 1
+
+
+@given(distributions(), st.floats(0.5, 20.0))
+def test_predictions_of_other_levels_than_the_bounds_are_decided_by_cost(probabilities, cost):
+    costs = MissedCosts(missed_cost=(cost,))
+    expected = decide_level(probabilities, LEAST_COST, costs)
     if len(probabilities) != 5:
-        assert decide_level(probabilities, Decision()) == decide_level(probabilities, LEAST_COST)
+        assert decide_level(probabilities, BOUNDED, costs) == expected
+    else:
+        assert decide_level(probabilities, BOUNDED, costs) == decide_level(probabilities, BOUNDED)
 
 
-def test_level_at_a_threshold_is_the_less_urgent_one():
-    cut = Decision(thresholds=(0.5, 1.5))
-    assert decide_level((0.5, 0.5, 0.0), cut) == 1
-    assert decide_level((0.51, 0.49, 0.0), cut) == 0
-    assert decide_level((0.0, 0.5, 0.5), cut) == 2
+@pytest.mark.parametrize("bounds", [[0.0, 0.5], [1.1], [float("nan")], ["much"], 0.5])
+def test_bounds_are_shares(bounds):
+    with pytest.raises(ValueError, match="bounds"):
+        decision_of({"decision": {"bounds": bounds}})
 
 
-@pytest.mark.parametrize("thresholds", [(2.0, 1.0), (1.0, 1.0), (float("nan"),), ()])
-def test_thresholds_must_ascend(thresholds):
-    with pytest.raises(ValueError, match="thresholds"):
-        Decision(thresholds=thresholds)
+def test_settings_that_a_decision_does_not_have_are_named():
+    with pytest.raises(ValueError, match="valid keys: bounds, missed_cost"):
+        decision_of({"decision": {"rule": "thresholds"}})
 
 
 def test_last_missed_cost_holds_for_all_further_levels():

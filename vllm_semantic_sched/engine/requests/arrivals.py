@@ -280,7 +280,6 @@ def read_passed(extra_args: Any) -> tuple[Prediction | None, str | None]:
         length=None if length is None else tuple(length),
         unreadable=unreadable,
         part=None if part is None else tuple(part),
-        instant=True,
     )
     return prediction, None
 

@@ -2,10 +2,10 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 
@@ -22,7 +22,7 @@ from vllm_semantic_sched.lab.evaluation.metrics import (
 )
 from vllm_semantic_sched.policy.estimates.decision import decide_level
 from vllm_semantic_sched.policy.estimates.length import expected_output_tokens
-from vllm_semantic_sched.policy.facts.decision import Decision, Rule
+from vllm_semantic_sched.policy.facts.decision import Decision
 from vllm_semantic_sched.policy.facts.prediction import Prediction
 from vllm_semantic_sched.predict import URGENCY_LEVELS
 from vllm_semantic_sched.predict.instant import InstantReader
@@ -32,9 +32,6 @@ INSTANT = "instant reader"
 """Its name among the baselines of a report."""
 
 _TEXTS_PER_CALL = 1024  # more texts need less padding
-
-RULES: tuple[Rule, ...] = get_args(Rule)
-"""All rules of a decision: a report gives the figures of the others beside the policy's own."""
 
 _NO_LEVELS = dict.fromkeys(level_figures([], [], Decision()))
 _NO_LENGTHS = dict.fromkeys(length_figures([], []))
@@ -110,9 +107,8 @@ def evaluate_predictor(
     levels = [example.level for example in test_set.examples if example.level is not None]
     guessers = {**constant_baselines(levels, lengths), **baselines}
     beside |= {name: baseline(texts) for name, baseline in guessers.items()}
-    sure = replace(decision, possible=(2.0, 2.0))  # off, as on a server
     for name, baseline_guess in beside.items():
-        figures = figures_of(test_set, baseline_guess, sure)
+        figures = figures_of(test_set, baseline_guess, decision)
         if figures["n_level"] or figures["n_length"]:
             report["baselines"][name] = figures
     if claims:
@@ -122,12 +118,7 @@ def evaluate_predictor(
 
 
 def _level_details(test_set: LabeledSet, guess: Guess, decision: Decision) -> dict[str, Any]:
-    """Figures of the other rules, reliability, and figures by group."""
-    other_rules: dict[str, Any] = {
-        rule: _level_part(test_set, guess, replace(decision, rule=rule))
-        for rule in RULES
-        if rule != decision.rule
-    }
+    """Reliability, and figures by group."""
     places, truth, rows = _leveled(test_set, guess)
     decided = [decide_level(row, decision) for row in rows]
     by_group = {}
@@ -136,7 +127,6 @@ def _level_details(test_set: LabeledSet, guess: Guess, decision: Decision) -> di
             leveled = [groups[place] for place in places]
             by_group[name] = group_figures(leveled, truth, decided)
     return {
-        **other_rules,
         "reliability": reliability(truth, rows) if truth else None,
         "groups": by_group,
     }

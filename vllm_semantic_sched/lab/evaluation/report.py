@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_semantic_sched.lab.evaluation.measure import RULES
 from vllm_semantic_sched.lab.report.content import (
     SERIES_COLORS,
     Boxes,
@@ -44,17 +43,12 @@ _CLAIM_COLUMNS = {
     "calm_read_urgent": "level 4 read as 0 or 1",
     "urgent_read_calm": "level 0 read as 3 or 4",
 }
-_RULES = {
-    "least_cost": "lowest expected cost",
-    "most_likely": "most likely level",
-    "thresholds": "thresholds on the expected level",
-}
 _LEVEL_LEGEND = (
     "Balanced: mean recall of the levels. Kappa: agreement beyond chance with quadratic weights. "
     "AUC, urgent recall, urgent precision: levels 0 and 1 against the rest. ECE: expected "
     "calibration error of the most likely level. Cost: mean cost of the decided level, 1 per level "
     "too early and more per level too late, at the default prices. All rows decide by the rule "
-    "named above, except where a row says otherwise."
+    "named above."
 )
 _LENGTH_LEGEND = (
     "Decile accuracy: share of texts in the same tenth of the true lengths as of the predicted "
@@ -117,13 +111,10 @@ def summary_page(reports: Mapping[str, Figures]) -> Page:
 
 
 def _rule_text(decision: Figures) -> str:
-    if decision["rule"] == "most_likely":
-        return "most_likely"
-    if decision["rule"] == "thresholds":
-        thresholds = ", ".join(f"{threshold:g}" for threshold in decision["thresholds"])
-        return f"thresholds ({thresholds})"
+    if decision["bounds"]:
+        return f"bounds ({', '.join(f'{bound:g}' for bound in decision['bounds'])})"
     prices = ", ".join(f"{price:g}" for price in decision["missed_cost"])
-    return f"{decision['rule']} (missed_cost {prices})"
+    return f"expected cost (missed_cost {prices})"
 
 
 def _summary_tables(reports: Mapping[str, Figures]) -> Iterator[Table]:
@@ -150,9 +141,7 @@ def _with_baselines(report: Figures, count: str) -> list[tuple[str, Figures]]:
 
 def _level_tables(report: Figures) -> Iterator[Table]:
     """Figures of the predictor and the baselines, recall, precision and confusion matrix."""
-    model, *baselines = _with_baselines(report, "n_level")
-    rules = [(f"predictor, {_RULES[rule]}", report[rule]) for rule in RULES if rule in report]
-    named = [model, *rules, *baselines]
+    named = _with_baselines(report, "n_level")
     rows = [[name, *_cells(figures, _LEVEL_COLUMNS)] for name, figures in named]
     title = f"Urgency levels (n = {report['n_level']})"
     yield Table(title, ["", *_LEVEL_COLUMNS.values()], rows, note=_LEVEL_LEGEND)

@@ -1,4 +1,4 @@
-"""The end of training: temperatures and thresholds."""
+"""The end of training: temperatures and bounds."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,9 +10,9 @@ from torch.nn import functional
 from vllm_semantic_sched.lab.evaluation.examples import Example
 from vllm_semantic_sched.lab.evaluation.metrics import expected_calibration_error
 from vllm_semantic_sched.lab.training.base import Model
+from vllm_semantic_sched.lab.training.bounds import fitted_bounds
 from vllm_semantic_sched.lab.training.decision import write_decision
 from vllm_semantic_sched.lab.training.fit import autocast, average, length_bucket
-from vllm_semantic_sched.lab.training.thresholds import fitted_thresholds
 from vllm_semantic_sched.policy.facts.decision import Decision
 from vllm_semantic_sched.predict.model import TextPredictor
 
@@ -90,15 +90,14 @@ def _logits(model: Model, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
     return torch.cat(urgency).float(), torch.cat(length).float()
 
 
-def write_thresholds(
+def write_bounds(
     model: Path, examples: Sequence[Example], threads: int, urgent_recall: float = 0.0
 ) -> None:
-    """Write to a stored model's folder the decision that cuts its expected level where it agrees
-    best with the levels of `examples`, with at least this recall of levels 0 and 1, and without
-    `possible`, which was chosen for the shipped model."""
+    """Write to a stored model's folder the decision that agrees best with the levels of `examples`,
+    with at least this recall of levels 0 and 1."""
     predictor = TextPredictor.load(str(model), threads)
     predictions = predictor.predict([example.text for example in examples])
     probabilities = [prediction.urgency for prediction in predictions]
     levels = [example.level or 0 for example in examples]
-    thresholds = fitted_thresholds(probabilities, levels, Decision().certain, urgent_recall)
-    write_decision(model, Decision(thresholds=tuple(thresholds), possible=(1.01, 1.01)))
+    bounds = fitted_bounds(probabilities, levels, urgent_recall)
+    write_decision(model, Decision(bounds))

@@ -9,7 +9,7 @@ import numpy
 from scipy.stats import beta
 
 from vllm_semantic_sched.lab.evaluation.metrics import disagreement, mean, quadratic_weighted_kappa
-from vllm_semantic_sched.lab.training.thresholds import fitted_thresholds
+from vllm_semantic_sched.lab.training.bounds import fitted_bounds
 from vllm_semantic_sched.policy.estimates.decision import decide_level
 from vllm_semantic_sched.policy.facts.decision import Decision
 from vllm_semantic_sched.predict.corrections import Correction
@@ -18,7 +18,7 @@ LEAST = 50
 """Corrections without which nothing is fitted."""
 
 _FOLDS = 5
-_PRIOR = 200  # corrections that the present thresholds weigh as much as
+_PRIOR = 200  # corrections that the present bounds weigh as much as
 _RESAMPLES = 400
 _SURE = 0.9  # share of the resamples in which a refit must be no worse
 _LAST_FOUND = 1  # level; a request of level 0 that is served later counts as missed
@@ -36,8 +36,8 @@ class Refit(NamedTuple):
 
 
 def refit(corrections: Sequence[Correction], decision: Decision) -> Refit:
-    """Fit `decision.thresholds` to corrections, all with as many levels, and judge every correction
-    once by thresholds fitted without it (five folds). ValueError for fewer than `LEAST`
+    """Fit `decision.bounds` to corrections, all with as many levels, and judge every correction
+    once by bounds fitted without it (five folds). ValueError for fewer than `LEAST`
     corrections."""
     if len(corrections) < LEAST:
         raise ValueError(f"{len(corrections)} corrections; a refit needs at least {LEAST}")
@@ -65,17 +65,17 @@ def figures(truth: Sequence[int], decided: Sequence[int]) -> tuple[float | None,
 
 
 def _fitted(corrections: Sequence[Correction], decision: Decision) -> Decision:
-    """Thresholds between the present ones and those that fit the corrections best: the fewer
+    """Bounds between the present ones and those that fit the corrections best: the fewer
     corrections, the closer to the present ones."""
     rows = [correction.probabilities for correction in corrections]
     levels = [correction.corrected for correction in corrections]
-    fits = fitted_thresholds(rows, levels, decision.certain)
+    fits = fitted_bounds(rows, levels)
     weight = len(rows) / (len(rows) + _PRIOR)
-    present = decision.thresholds if len(decision.thresholds) == len(fits) else fits
-    thresholds = tuple(
+    present = decision.bounds if len(decision.bounds) == len(fits) else fits
+    bounds = tuple(
         round(weight * new + (1 - weight) * old, 2) for new, old in zip(fits, present, strict=True)
     )
-    return replace(decision, rule="thresholds", thresholds=thresholds)
+    return replace(decision, bounds=bounds)
 
 
 def _is_better(truth: Sequence[int], present: Sequence[int], refitted: Sequence[int]) -> bool:

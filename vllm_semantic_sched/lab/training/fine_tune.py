@@ -14,7 +14,7 @@ from vllm_semantic_sched.lab.evaluation.domain import Domain, load_domain
 from vllm_semantic_sched.lab.evaluation.examples import Example, read_examples, write_examples
 from vllm_semantic_sched.lab.evaluation.metrics import likeliest
 from vllm_semantic_sched.lab.training.base import load_base, set_length_buckets, set_level_names
-from vllm_semantic_sched.lab.training.calibration import calibrate, write_thresholds
+from vllm_semantic_sched.lab.training.calibration import calibrate, write_bounds
 from vllm_semantic_sched.lab.training.distil import distil, renewed
 from vllm_semantic_sched.lab.training.fit import Options, average, fit
 from vllm_semantic_sched.lab.training.length import fit_length_head
@@ -180,7 +180,7 @@ def _fine_tune(
     texts = [example.text for example in parts.training] + everyday
     distil(options.output, texts, options.output, seed=options.seed, start=instant)
     if keep == "length":
-        write_thresholds(options.output, parts.training, options.threads)
+        write_bounds(options.output, parts.training, options.threads)
     return _written(options.output, parts)
 
 

@@ -16,7 +16,7 @@ from vllm_semantic_sched.lab.training.base import (
     set_length_buckets,
     set_level_names,
 )
-from vllm_semantic_sched.lab.training.calibration import average_for, calibrate, write_thresholds
+from vllm_semantic_sched.lab.training.calibration import average_for, calibrate, write_bounds
 from vllm_semantic_sched.lab.training.distil import distil
 from vllm_semantic_sched.lab.training.e5 import packed_file, read_encoder
 from vllm_semantic_sched.lab.training.fit import (
@@ -45,7 +45,7 @@ def train_all(
     options: Options, root: Path, scale: float, teacher_folder: Path | None, layers: int
 ) -> int:
     """Train both heads on the data folder `root` and the package's wordings. Returns the number of
-    texts that the thresholds were fitted to; FileNotFoundError if a file is missing below `root`.
+    texts that the bounds were fitted to; FileNotFoundError if a file is missing below `root`.
 
     Args:
         scale: share of the texts per round, and of those for validation if it is below 1.
@@ -88,7 +88,7 @@ def train_all(
     first_texts = _first_round(sources, options.seed, scale)
     distil(options.output, first_texts, options.output, seed=options.seed, start=instant)
     visits = [Example(visit.text, visit.level) for visit in validation.visits]
-    write_thresholds(options.output, visits, options.threads, _URGENT_RECALL)
+    write_bounds(options.output, visits, options.threads, _URGENT_RECALL)
     return len(visits)
 
 

@@ -1,6 +1,5 @@
 """Decides the urgency level from clients' hints and predicted probabilities (Bayes decision)."""
 
-import bisect
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -34,74 +33,36 @@ class Hint:
     problem: str | None = None  # why the urgency hint is unusable, for the log
 
 
-def decide_level(probabilities: Sequence[float], decision: Decision) -> int:
-    """The level at which to serve a request, by calibrated probabilities; if equal, the first."""
-    level, _ = decide(probabilities, decision)
-    return level
-
-
-def decide(
+def decide_level(
     probabilities: Sequence[float],
     decision: Decision,
-    instant: bool = False,
     costs: MissedCosts | None = None,
-) -> tuple[int, str]:
-    """The level, and what decided it: the rule, or `certain` or `possible`, which does not count
-    for the `instant` reader: it can hardly rule level 0 out. `costs`: of the policy, None: of the
-    decision."""
-    rule = decision.rule
+) -> int:
+    """The level at which to serve a request, by calibrated probabilities; see `Decision`. `costs`:
+    of the policy, None: of the decision."""
     last = len(probabilities) - 1
-    likeliest = max(range(last + 1), key=probabilities.__getitem__)
-    if rule == "thresholds" and last != len(decision.thresholds):
-        rule = "least_cost"  # the model has other levels than those that the thresholds cut
-    if rule == "most_likely":
-        return likeliest, rule
-    if rule == "least_cost":
+    if len(decision.bounds) != last:
         expected = expected_costs(probabilities, costs or decision)
-        return expected.index(min(expected)), rule
-    level = likeliest
-    reason = "certain"
-    if probabilities[likeliest] < decision.certain:
-        level = bisect.bisect_right(decision.thresholds, expected_level(probabilities))
-        reason = rule
-    if instant:
-        return level, reason
-    # What may be an emergency gets level 1 at most, or just not the last level.
-    allowed = last
-    for_level_1, not_for_last = decision.possible
-    if probabilities[0] >= not_for_last:
-        allowed = last - 1
-    if probabilities[0] >= for_level_1:
-        allowed = min(allowed, 1)
-    allowed = max(allowed, 1)
-    if allowed < level:
-        return allowed, "possible"
-    return level, reason
+        return expected.index(min(expected))
+    reached = itertools.accumulate(probabilities)
+    for level, (share, bound) in enumerate(zip(reached, decision.bounds, strict=False)):
+        if share >= bound - _ROUNDING:
+            return level
+    return last
 
 
 def deciding_rule(policy: Policy, job: Job) -> str:
-    """What decided a job's level: `operator`, `hint`, `priority`, `service_tier`, `default`,
-    `tenant_top`, or see `decide`."""
-    source = job.level_source
-    prediction = job.prediction
+    """What decided a job's level: the source of its level, or `tenant_top`."""
     capped = job.best_level and job.level == job.best_level
-    if capped and source is not LevelSource.OPERATOR:
+    if capped and job.level_source is not LevelSource.OPERATOR:
         return "tenant_top"
-    if source not in (LevelSource.PREDICTION, LevelSource.INSTANT) or prediction is None:
-        return source.value
-    _, rule = decided(policy, prediction)
-    return rule
+    return job.level_source.value
 
 
 def predicted_level(policy: Policy, prediction: Prediction) -> int:
-    """The level of a prediction under a policy."""
-    return min(decided(policy, prediction)[0], policy.levels - 1)
-
-
-def decided(policy: Policy, prediction: Prediction) -> tuple[int, str]:
-    """The level of a prediction by its model's decision, and what decided it; see `decide`."""
-    costs = policy.decision
-    return decide(prediction.urgency, prediction.decision, prediction.instant, costs)
+    """The level of a prediction under a policy, by its model's decision."""
+    level = decide_level(prediction.urgency, prediction.decision, policy.decision)
+    return min(level, policy.levels - 1)
 
 
 def reading_level(policy: Policy, hint: Hint, provisional: Prediction | None) -> int:
@@ -153,11 +114,6 @@ def sure_level(probabilities: Sequence[float], least: float) -> int | None:
         if share >= least - _ROUNDING:
             return level
     return None
-
-
-def expected_level(probabilities: Sequence[float]) -> float:
-    """Mean level under the distribution, 0 to the last level."""
-    return math.fsum(level * probability for level, probability in enumerate(probabilities))
 
 
 def expected_costs(probabilities: Sequence[float], costs: MissedCosts | Decision) -> list[float]:

@@ -19,7 +19,6 @@ class Prediction:
     unreadable: str | None = None  # why the text could not be judged; then the others mean nothing
     # Probability of each level of the most urgent part of a long text, from the instant reader.
     part: tuple[float, ...] | None = None
-    instant: bool = False  # from the instant reader, which is rarely confident
     decision: Decision = DEFAULT_DECISION  # of the model that read it
 
 
