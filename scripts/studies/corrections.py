@@ -22,7 +22,6 @@ from vllm_semantic_sched.predict.model import TextPredictor
 from vllm_semantic_sched.sim.data_folder import data_root
 
 _SETS = {"nhamcs-test": (50, 200, 1000), "ktas": (50, 200, 400)}
-_DECISION = Decision()
 _COLUMNS = (
     "set",
     "corrections",
@@ -59,13 +58,18 @@ def run(args: argparse.Namespace) -> int:
             Correction(
                 0.0,
                 prediction.urgency,
-                decide_level(prediction.urgency, _DECISION),
+                decide_level(prediction.urgency, prediction.decision),
                 visit.level or 0,
             )
             for visit, prediction in zip(visits, read, strict=True)
         ]
         for size in sizes:
-            row = [name, size, args.streams, *_gains(stream, size, args.streams)]
+            row = [
+                name,
+                size,
+                args.streams,
+                *_gains(stream, size, args.streams, predictor.decision),
+            ]
             rows.append(row)
             cells = (f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row)
             table.add_row(*cells)
@@ -76,15 +80,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _gains(stream: list[Correction], size: int, streams: int) -> list[float | int | None]:
+def _gains(
+    stream: list[Correction], size: int, streams: int, decision: Decision
+) -> list[float | int | None]:
     """Refits adopted, and mean figures on the rest of each stream, see `_COLUMNS`."""
     adopted = 0
     results = []
     for seed in range(streams):
         order = random.Random(seed).sample(stream, len(stream))
-        refitted = refit(order[:size], _DECISION)
+        refitted = refit(order[:size], decision)
         adopted += refitted.better
-        present = _figures(order[size:], _DECISION)
+        present = _figures(order[size:], decision)
         always = _figures(order[size:], refitted.decision)
         results.append((present, always, always if refitted.better else present))
     means = [
