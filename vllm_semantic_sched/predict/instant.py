@@ -29,7 +29,7 @@ PAIR_ROWS = 2**16  # that pairs of neighboring wordpieces are hashed to
 DAMPING = 0.25
 # Bound of each level (`Decision.bounds`) of a reading. Below a half: to start a request too late
 # costs more than to start it too early, which the predictor corrects soon.
-_BOUND = 0.4
+_BOUND = 0.35
 _SPECIAL = 2  # of the window, [CLS] and [SEP], which say nothing here
 
 Floats = NDArray[numpy.float32]

@@ -81,13 +81,14 @@ def test_all_texts_to_read_are_announced():
 
 
 class AlwaysCalm:
-    """An instant reader that reads every text as level 1 of two."""
+    """An instant reader that reads every text as level 1 of two, by a bound of its own."""
 
     levels = 2
+    decision = Decision(bounds=(0.5,))
     length_buckets = TwoLevels.length_buckets
 
     def read(self, text: str) -> Prediction:
-        return Prediction((0.0, 1.0), (1.0, 0.0))
+        return Prediction((0.4, 0.6), (1.0, 0.0))
 
 
 def test_both_readers_are_reported():

@@ -48,7 +48,7 @@ _LEVEL_LEGEND = (
     "AUC, urgent recall, urgent precision: levels 0 and 1 against the rest. ECE: expected "
     "calibration error of the most likely level. Cost: mean cost of the decided level, 1 per level "
     "too early and more per level too late, at the default prices. All rows decide by the rule "
-    "named above."
+    "named above, but for the instant reader, which has its own."
 )
 _LENGTH_LEGEND = (
     "Decile accuracy: share of texts in the same tenth of the true lengths as of the predicted "
