@@ -11,6 +11,7 @@ from vllm_semantic_sched.policy.estimates.calibration import AnswerEnd
 from vllm_semantic_sched.policy.estimates.decision import Hint, reading_level, reading_order
 from vllm_semantic_sched.policy.estimates.length import DEFAULT_TOKENS
 from vllm_semantic_sched.policy.facts.capacity import Need
+from vllm_semantic_sched.policy.facts.decision import Decision
 from vllm_semantic_sched.policy.facts.job import Job, JobState, LevelSource, Preempted
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.profile.formula import load_profile
@@ -120,7 +121,7 @@ def test_hint_overrides_prediction_and_prediction_moves_any_job() -> None:
 def test_prediction_for_more_levels_than_the_policy_is_clipped() -> None:
     core = make_core(levels=3, default_level=1)
     job = arrive(core, "a", unread=True)
-    core.predicted(job, Prediction(LEVELS[1]))
+    core.predicted(job, Prediction(LEVELS[1], decision=HALF))
     assert job.level == 2
 
 
@@ -315,6 +316,7 @@ def test_weighted_levels_never_preempt_and_unread_go_first() -> None:
 HINT = Hint(None, LevelSource.DEFAULT)
 SURE = Prediction((0.95, 0.05, 0.0, 0.0, 0.0), (1.0, 0.0, 0.0))
 LIKELY = Prediction((0.6, 0.2, 0.2, 0.0, 0.0), (1.0, 0.0, 0.0))
+HALF = Decision(bounds=(0.5,) * 4)
 CALM = Prediction((0.0, 0.0, 0.0, 0.0, 1.0), (0.0, 0.0, 1.0))
 
 
@@ -373,8 +375,8 @@ def test_hinted_level_stays_and_the_provisional_length_is_used() -> None:
 def test_possible_emergency_is_read_before_calm_prompts() -> None:
     core = make_core()
     hint = core.read_hints({}, 0)
-    perhaps = Prediction((0.15, 0.05, 0.1, 0.2, 0.5))
-    calm = Prediction((0.0, 0.0, 0.3, 0.6, 0.1))
+    perhaps = Prediction((0.15, 0.05, 0.1, 0.25, 0.45), decision=HALF)
+    calm = Prediction((0.0, 0.0, 0.3, 0.6, 0.1), decision=HALF)
     assert reading_level(core.policy, hint, perhaps) == reading_level(core.policy, hint, calm) == 3
     part = Prediction(CALM.urgency, part=SURE.urgency)
     prompts = {"sure": SURE, "part": part, "perhaps": perhaps, "calm": calm, "calmest": CALM}
