@@ -264,8 +264,8 @@ def random_prediction(rng: random.Random) -> Prediction:
         weights = [rng.random() ** 4 for _ in range(count)]
         return tuple(weight / sum(weights) for weight in weights)
 
-    # Else nearly all of these flat predictions would be possible emergencies.
-    return Prediction(spread(5), spread(3), decision=LevelDecision(possible=(2.0, 2.0)))
+    # By expected cost nearly all of these flat predictions would get level 0.
+    return Prediction(spread(5), spread(3), decision=LevelDecision(bounds=(0.3, 0.45, 0.6, 0.75)))
 
 
 def record(scheduler: Any, policy: str) -> Recording:
