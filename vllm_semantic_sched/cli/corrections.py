@@ -1,7 +1,7 @@
 """Record corrections of levels, and refit the decision to them if that is better.
 
 Reads the corrections that a server has recorded (from the server, or its file corrections.jsonl
-beside the event log) and compares the thresholds in force with refitted ones on corrections kept
+beside the event log) and compares the bounds in force with refitted ones on corrections kept
 out of the fit. If these are better, a copy of the model with them is written. Says at most how many
 emergencies are missed, as far as the corrected requests were drawn at random.
 """
