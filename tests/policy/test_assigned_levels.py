@@ -136,7 +136,7 @@ def test_neither_reading_nor_reload_nor_next_input_overrides_an_operator() -> No
     world.step(2)
     world.core.turn(unread, 10, 10, Hint(4, LevelSource.HINT))
     assert (unread.level, unread.level_source) == (1, LevelSource.OPERATOR)
-    assert unread.entitled_level == 1 and deciding_rule(world.core.policy, unread) == "operator"
+    assert unread.entitled_level == 1 and deciding_rule(unread) == "operator"
     assert all(other.level == 2 for other in others)
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from vllm_semantic_sched.cli.arguments import Failure, add_server_arguments, failing, failing_in_lab
 from vllm_semantic_sched.operate.client import AdminClient, AdminError
-from vllm_semantic_sched.policy.facts.decision import decision_of
+from vllm_semantic_sched.policy.facts.decision import bounds_in_words, decision_of
 from vllm_semantic_sched.predict import SHIPPED_WEIGHTS
 from vllm_semantic_sched.predict.corrections import parse_corrections, read_corrections
 
@@ -113,6 +113,6 @@ def _print_refit(refit: Refit) -> None:
 
     print(f"in force:                  {text(refit.before)}")
     print(f"refitted, without its own: {text(refit.after)}")
-    bounds = ", ".join(f"{bound:g}" for bound in refit.decision.bounds)
+    bounds = bounds_in_words(refit.decision.bounds)
     verdict = "better" if refit.better else "not clearly better: nothing is written"
     print(f"bounds {bounds}: {verdict}")

@@ -101,7 +101,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--policy",
         metavar="NAME|FILE",
-        help="policy whose `decision.missed_cost` weighs mistakes (default: the default costs)",
+        help=(
+            "policy whose `decision.missed_cost` decides for a model without bounds (default: the "
+            "default costs)"
+        ),
     )
     baselines = parser.add_mutually_exclusive_group()
     baselines.add_argument(

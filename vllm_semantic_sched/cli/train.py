@@ -40,7 +40,7 @@ from vllm_semantic_sched.cli.arguments import failing_in_lab
 from vllm_semantic_sched.cli.evaluate import measure_of, report_on
 from vllm_semantic_sched.lab.evaluation.examples import read_labeled_set
 from vllm_semantic_sched.lab.training.wording import has_texts_by_language
-from vllm_semantic_sched.policy.facts.decision import decision_of
+from vllm_semantic_sched.policy.facts.decision import bounds_in_words, decision_of
 from vllm_semantic_sched.sim.data_folder import data_root
 
 if TYPE_CHECKING:
@@ -295,5 +295,5 @@ def _report(
 def _print_bounds(model: Path, texts: int) -> None:
     """Print the fitted bounds of a model."""
     settings = json.loads((model / "config.json").read_text("utf-8"))
-    bounds = ", ".join(f"{bound:g}" for bound in decision_of(settings).bounds)
+    bounds = bounds_in_words(decision_of(settings).bounds)
     print(f"bounds of the levels' probabilities, fitted to {texts} texts: {bounds}")

@@ -16,6 +16,7 @@ from vllm_semantic_sched.policy.estimates.decision import (
     preempting_level,
 )
 from vllm_semantic_sched.policy.estimates.length import Estimate, expected_output_tokens
+from vllm_semantic_sched.policy.facts.decision import bounds_in_words
 from vllm_semantic_sched.policy.facts.prediction import LengthBuckets, Prediction
 from vllm_semantic_sched.policy.profile.formula import EngineProfile
 from vllm_semantic_sched.predict.window import cut_pieces
@@ -167,7 +168,7 @@ def _rule_in_words(prediction: Prediction, level: int) -> str:
     if len(bounds) != len(prediction.urgency) - 1:
         return "the level with the lowest expected cost is taken"
     if level == len(bounds):
-        return f"no level reaches its bound ({', '.join(f'{bound:g}' for bound in bounds)})"
+        return f"no level reaches its bound ({bounds_in_words(bounds)})"
     levels = "level 0 has" if level == 0 else f"levels 0 to {level} together have"
     return f"{levels} {_share(prediction, level):.2g}, bound {bounds[level]:g}"
 

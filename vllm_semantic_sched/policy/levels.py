@@ -148,10 +148,9 @@ class LevelDecider:
         """The rule and the probabilities that decided a job's level, if that is logged."""
         if self._lifecycle.journal is None:
             return NOTHING
-        rule, prediction = decision.deciding_rule(self._seating.policy, job), job.prediction
-        details: dict[str, Any] = {"rule": rule}
-        if prediction is not None:
-            details["urgency"] = _rounded(prediction)
+        details: dict[str, Any] = {"rule": decision.deciding_rule(job)}
+        if job.prediction is not None:
+            details["urgency"] = _rounded(job.prediction)
         if job.session is not None:
             details |= _session(job.session, self._lifecycle.clock())
         return details

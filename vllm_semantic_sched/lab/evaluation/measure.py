@@ -108,8 +108,10 @@ def evaluate_predictor(
     guessers = {**constant_baselines(levels, lengths), **baselines}
     beside |= {name: baseline(texts) for name, baseline in guessers.items()}
     for name, baseline_guess in beside.items():
-        own = instant.decision if instant is not None and name == INSTANT else decision
-        figures = figures_of(test_set, baseline_guess, own)
+        decided_by = decision
+        if instant is not None and name == INSTANT:
+            decided_by = instant.decision
+        figures = figures_of(test_set, baseline_guess, decided_by)
         if figures["n_level"] or figures["n_length"]:
             report["baselines"][name] = figures
     if claims:

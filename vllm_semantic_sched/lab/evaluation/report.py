@@ -12,6 +12,7 @@ from vllm_semantic_sched.lab.report.content import (
     Table,
     python_and_versions,
 )
+from vllm_semantic_sched.policy.facts.decision import bounds_in_words
 
 _MODEL = "predictor"
 _LEVEL_COLUMNS = {
@@ -112,7 +113,7 @@ def summary_page(reports: Mapping[str, Figures]) -> Page:
 
 def _rule_text(decision: Figures) -> str:
     if decision["bounds"]:
-        return f"bounds ({', '.join(f'{bound:g}' for bound in decision['bounds'])})"
+        return f"bounds ({bounds_in_words(decision['bounds'])})"
     prices = ", ".join(f"{price:g}" for price in decision["missed_cost"])
     return f"expected cost (missed_cost {prices})"
 

@@ -31,10 +31,10 @@ def fitted_bounds(
     # In steps, rounded up a little: a share that should equal a bound may fall short of it.
     cells = numpy.minimum(_STEPS, ((reached + 1e-6) * _STEPS).astype(int))
     highest = numpy.full(cells.shape[1], _STEPS - 1)
-    urgent = numpy.sort(cells[truth <= 1, 1]) if cells.shape[1] > 1 else cells[:0, 0]
-    if urgent_recall and len(urgent):
-        spared = int((1 - urgent_recall) * len(urgent))
-        highest[1] = min(_STEPS - 1, max(1, urgent[spared]))
+    if urgent_recall and cells.shape[1] > 1 and (truth <= 1).any():
+        urgent = numpy.sort(cells[truth <= 1, 1])
+        missed = int((1 - urgent_recall) * len(urgent))
+        highest[1] = min(_STEPS - 1, max(1, urgent[missed]))
     shares = numpy.full(len(truth), 1 / len(truth))
     drawn = numpy.random.default_rng(0).multinomial(len(truth), shares, size=_RESAMPLES)
     fits = [_best_bounds(cells, truth, counts, highest) for counts in drawn]
@@ -49,9 +49,9 @@ def _best_bounds(cells: IntArray, truth: IntArray, counts: IntArray, highest: In
     bounds = numpy.minimum(_FIRST, highest)
     for _ in range(_ASCENTS):
         for place in range(levels - 1):
-            others = numpy.where(cells >= bounds, numpy.arange(levels - 1), levels - 1)
-            before = others[:, :place].min(axis=1, initial=levels - 1)
-            after = others[:, place + 1 :].min(axis=1, initial=levels - 1)
+            reached = numpy.where(cells >= bounds, numpy.arange(levels - 1), levels - 1)
+            before = reached[:, :place].min(axis=1, initial=levels - 1)
+            after = reached[:, place + 1 :].min(axis=1, initial=levels - 1)
             undecided = before == levels - 1
             fixed = numpy.zeros((levels, levels))  # by true and decided level
             numpy.add.at(fixed, (truth, before), counts * ~undecided)

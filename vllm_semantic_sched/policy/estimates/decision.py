@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from types import MappingProxyType
@@ -44,14 +44,20 @@ def decide_level(
     if len(decision.bounds) != last:
         expected = expected_costs(probabilities, costs or decision)
         return expected.index(min(expected))
-    reached = itertools.accumulate(probabilities)
-    for level, (share, bound) in enumerate(zip(reached, decision.bounds, strict=False)):
+    level = _first_to_reach(decision.bounds, probabilities)
+    return last if level is None else level
+
+
+def _first_to_reach(bounds: Iterable[float], probabilities: Sequence[float]) -> int | None:
+    """The most urgent level that, with all more urgent ones, is as probable as its bound."""
+    shares = itertools.accumulate(probabilities)
+    for level, (share, bound) in enumerate(zip(shares, bounds, strict=False)):
         if share >= bound - _ROUNDING:
             return level
-    return last
+    return None
 
 
-def deciding_rule(policy: Policy, job: Job) -> str:
+def deciding_rule(job: Job) -> str:
     """What decided a job's level: the source of its level, or `tenant_top`."""
     capped = job.best_level and job.level == job.best_level
     if capped and job.level_source is not LevelSource.OPERATOR:
@@ -110,10 +116,7 @@ def rightful_level(policy: Policy, probabilities: Sequence[float]) -> int | None
 
 def sure_level(probabilities: Sequence[float], least: float) -> int | None:
     """The most urgent level that is, with all more urgent ones, at least `least` probable."""
-    for level, share in enumerate(itertools.accumulate(probabilities)):
-        if share >= least - _ROUNDING:
-            return level
-    return None
+    return _first_to_reach(itertools.repeat(least), probabilities)
 
 
 def expected_costs(probabilities: Sequence[float], costs: MissedCosts | Decision) -> list[float]:

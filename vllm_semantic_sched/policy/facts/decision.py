@@ -2,7 +2,7 @@
 them, because it fits their calibration."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,11 @@ class Decision:
 
 
 DEFAULT_DECISION = Decision()
+
+
+def bounds_in_words(bounds: Iterable[float]) -> str:
+    """Bounds as messages and reports show them."""
+    return ", ".join(f"{bound:g}" for bound in bounds)
 
 
 def decision_of(settings: Mapping[str, Any]) -> Decision:
