@@ -47,7 +47,7 @@ _VOICED_VISITS = (600, 1500, 2000, 1500, 900)
 # those of all other languages.
 _WRITTEN = 14_000
 _WRITTEN_ELSEWHERE = 30_000
-_EVERYDAY = 36_000
+_EVERYDAY = 66_000
 _CLAIMED_ELSEWHERE = 0.05
 _MESSAGES_PER_LEVEL = (2600, 2800, 2500, 2300, 1500)
 _PROMPTS_OF_LAST_LEVEL = {
@@ -139,7 +139,7 @@ def written_texts() -> dict[str, list[str]]:
 
 
 def training_round(sources: Sources, seed: int, scale: float = 1.0) -> list[Example]:
-    """About 250,000 shuffled examples (times `scale`); another seed renders them differently."""
+    """About 300,000 shuffled examples (times `scale`); another seed renders them differently."""
     rng = random.Random(seed)
 
     def some(items: Sequence[_Item], count: int) -> list[_Item]:
