@@ -16,7 +16,7 @@ of messages four times, from "my dad is not breathing" to "write a poem":
   Semantic (hint)   SemanticScheduler, given the true urgency
 
 Prints a table and draws a picture and a page, report.html, which shows messages and answers.
-Takes under five minutes on two cores, installation included; no message leaves this machine. Where
+Takes five to six minutes on two cores, installation included; no message leaves this machine. Where
 no registry is reachable, a model of random weights stands in.
 
   --requests N   how many requests (default: 80; fewer are faster and noisier)
