@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         seed = args.seed * 1000 + number
         rng = random.Random(seed)
         drawn = sources.composer.draw(_COMPOSITIONS, rng, forms)
-        everyday = rng.sample(sources.everyday, len(sources.everyday) // 4)
+        everyday = rng.sample(sources.everyday, len(sources.everyday) // 8)
         mixed = [*training_round(sources, seed, _SCALE), *drawn, *everyday]
         rng.shuffle(mixed)
         return mixed
