@@ -11,7 +11,7 @@ import urllib.error
 import urllib.request
 
 import pytest
-from metrics_page import page_value, wait_until
+from metrics_page import UNENDING, page_value, wait_until
 
 from vllm_semantic_sched.policy.config.private_files import TOKEN_HEADER, admin_token
 
@@ -35,7 +35,8 @@ def server(serve, log):
     policy = log.parents[1] / "policy.yaml"
     policy.write_text(f"dedup: waiting\ntenants: {{fair: true}}\nevents: {{path: {log}}}\n")
     settings = json.dumps({"semantic_sched": {"policy": str(policy)}})
-    return serve(*OURS, "--additional-config", settings, "--api-key", KEY, seats=2)
+    arguments = (*OURS, "--additional-config", settings, "--api-key", KEY)
+    return serve(*arguments, seats=2, longest=UNENDING)
 
 
 def post(server, path="/v1/completions", body=None, key=KEY, timeout=120, **headers):
@@ -157,17 +158,17 @@ def test_pause_shows_and_ends_by_itself(server) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_maintenance_that_is_killed_resumes_the_server(server, number) -> None:
-    body = {"model": "bench", "prompt": "hi", "max_tokens": 400, "ignore_eos": True}
+    body = {"model": "bench", "prompt": "hi", "max_tokens": UNENDING, "ignore_eos": True}
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
-    # Requests that run for long keep the pause waiting.
+    # Requests that run keep the pause waiting.
     long = [http.client.HTTPConnection("127.0.0.1", server.port, timeout=120) for _ in range(8)]
     for connection in long:
         connection.request("POST", "/v1/completions", json.dumps(body), headers)
     wait_until(lambda: page_value(server, "vllm:num_requests_running") > 0)
     command = maintenance(server, "reload-weights")
-    wait_until(lambda: ready(server) == 503 or command.poll() is not None)
-    if command.poll() is None:
-        os.kill(command.pid, number)
+    wait_until(lambda: ready(server) == 503)
+    assert command.poll() is None
+    os.kill(command.pid, number)
     command.wait(240)
     wait_until(lambda: ready(server) == 200)
     for connection in long:

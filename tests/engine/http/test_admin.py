@@ -142,70 +142,66 @@ def test_requests_without_key_or_from_remote_are_rejected(server, key, header, s
 
 
 class ManyRequests:
-    """Long requests on all seats and more in the queue."""
+    """More clients than seats. Each asks for the same story again and again until the end of the
+    block, so that requests run and wait however fast the machine is."""
 
     def __init__(self, server, tokens: int = STORY_TOKENS) -> None:
         self.server = server
         self.tokens = tokens
-        self.texts: dict[int, str] = {}
-        self.threads = [
-            threading.Thread(target=self._ask, args=(number,)) for number in range(CROWD)
-        ]
+        self.texts: dict[int, set[str]] = {number: set() for number in range(CROWD)}
+        self._clients = ThreadPoolExecutor(CROWD)
+        self._left = threading.Event()
 
     def _ask(self, number: int) -> None:
-        self.texts[number] = complete(self.server, f"story number {number}", self.tokens)
+        while not self._left.is_set():
+            text = complete(self.server, f"story number {number}", self.tokens)
+            self.texts[number].add(text)
 
     def __enter__(self):
-        for thread in self.threads:
-            thread.start()
+        self._asking = [self._clients.submit(self._ask, number) for number in self.texts]
         wait_until(lambda: admin(self.server).status()[0]["waiting"] > 0, pause=0.01)
         return self
 
     def __exit__(self, error, *_) -> None:
+        self._left.set()
         if error is not None:  # the server may be paused
             admin(self.server).post("/resume")
-        for thread in self.threads:
-            thread.join(timeout=240)
-        assert sorted(self.texts) == list(range(len(self.threads)))
-
-
-class EndlessRequests(ManyRequests):
-    """They are asked again and again until the end of the block."""
-
-    def __init__(self, server) -> None:
-        super().__init__(server, SHORT_STORY_TOKENS)
-        self.ended = threading.Event()
-
-    def _ask(self, number: int) -> None:
-        while not self.ended.is_set():
-            super()._ask(number)
-
-    def __exit__(self, *error) -> None:
-        self.ended.set()
-        super().__exit__(*error)
+        for client in self._asking:
+            client.result(timeout=240)
 
 
 @pytest.fixture(scope="module")
-def calm(server) -> dict[int, str]:
+def calm(server) -> dict[int, set[str]]:
     """The answers to the same requests without maintenance."""
     with ThreadPoolExecutor(server.config.seats) as clients:
         prompts = [f"story number {number}" for number in range(CROWD)]
         answers = clients.map(lambda prompt: complete(server, prompt, STORY_TOKENS), prompts)
-        return dict(enumerate(answers))
+        return {number: {answer} for number, answer in enumerate(answers)}
 
 
 @pytest.mark.parametrize("running", ["finish", "keep"])
 def test_requests_survive_a_pause(server, calm, running, capsys) -> None:
+    def state() -> dict:
+        return admin(server).status()[0]
+
+    def paused() -> bool:
+        """Pause; if no request ran at that moment, all clients being slow, resume."""
+        assert command(server, "maintenance", "pause", "--running", running) == 0
+        if running == "finish" or state()["running"]:
+            return True
+        assert command(server, "maintenance", "resume") == 0
+        return False
+
     with ManyRequests(server) as requests:
-        maintain = ("maintenance", "pause", "--running", running)
-        assert command(server, *maintain) == 0
-        state = admin(server).status()[0]
-        assert state["paused"] and state["waiting"] > 0
-        assert sum(state["levels"]) == state["jobs"] > 0
-        assert (state["kv_free"] < 1.0) == (running == "keep")
-        assert (state["running"] > 0) == (running == "keep")
+        wait_until(paused)
+        wait_until(lambda: state()["jobs"] == CROWD)  # those who were answered have asked again
+        found = state()
+        assert found["paused"] and found["waiting"] > 0
+        assert sum(found["levels"]) == CROWD
+        assert (found["kv_free"] < 1.0) == (running == "keep")
+        assert (found["running"] > 0) == (running == "keep")
         time.sleep(1)
-        assert admin(server).status()[0] == state
+        assert state() == found
         assert command(server, "maintenance", "resume") == 0
     assert requests.texts == calm
     assert "paused: " in capsys.readouterr().out
@@ -231,11 +227,11 @@ def test_weights_can_change_while_requests_wait(server, weights, running) -> Non
 
 
 def test_operator_raises_a_waiting_request_by_its_clients_id(server, capsys) -> None:
-    """In a queue of equally long requests it is answered before those that came before it."""
+    """While the server is paused, so that the request still waits when the command comes."""
     body = {"model": "bench", "prompt": "hello", "max_tokens": 60, "ignore_eos": True}
     request = urllib.request.Request(
         server.url + "/v1/completions",
-        json.dumps(body | {"vllm_xargs": {"urgency": 4}}).encode(),
+        json.dumps(body | {"vllm_xargs": {"urgency": LEVEL}}).encode(),
         {
             "Content-Type": "application/json",
             "Authorization": f"Bearer {KEY}",
@@ -243,16 +239,18 @@ def test_operator_raises_a_waiting_request_by_its_clients_id(server, capsys) -> 
         },
     )
     raised = "semsched:operator_levels_total"
-    with ManyRequests(server) as crowd, ThreadPoolExecutor(1) as clients:
+    with ManyRequests(server), ThreadPoolExecutor(1) as clients:
+        assert command(server, "maintenance", "pause", "--running", "keep") == 0
         answer = clients.submit(lambda: json.load(urllib.request.urlopen(request, timeout=120)))
         wait_until(lambda: command(server, "level", "ward-7") == 0, pause=0.01)
-        assert " ahead, expected to start in " in capsys.readouterr().out
+        assert f"level {LEVEL} (hint), waits with " in capsys.readouterr().out
         assert command(server, "level", "ward-7", "9") == 1
         assert "level 9 does not exist; valid: 0, 1, 2, 3, 4" in capsys.readouterr().err
         assert command(server, "level", "ward-7", "0", "--by", "ann", "--why", "pain") == 0
-        assert "level 4 became 0, waits with 0 ahead" in capsys.readouterr().out
+        changed = f"level {LEVEL} became 0, waits with 0 ahead, the server is paused"
+        assert changed in capsys.readouterr().out
+        assert command(server, "maintenance", "resume") == 0
         assert answer.result()["id"] == "cmpl-ward-7"
-        assert len(crowd.texts) < CROWD and admin(server).status()[0]["waiting"] > 0
         assert command(server, "level", "cmpl-ward-7") == 1
         assert "'cmpl-ward-7' waits or runs: it has ended" in capsys.readouterr().err
     wait_until(lambda: page_value(server, raised, change="raised") == 1)
@@ -289,7 +287,8 @@ def test_tiers_are_shed_while_an_slo_is_missed(server, policy) -> None:
             return json.load(error)["error"]["code"]
         return None
 
-    with EndlessRequests(server):  # an engine that keeps up sheds nothing
+    # An engine that keeps up sheds nothing.
+    with ManyRequests(server, SHORT_STORY_TOKENS):
         wait_until(lambda: refusal() == "shed")
     policy.write_text(kept)
     assert command(server, "policy", "reload") == 0

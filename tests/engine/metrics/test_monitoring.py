@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from alerts import panel_queries
-from metrics_page import wait_until
+from metrics_page import UNENDING, wait_until
 from monitoring import rule_queries, selectors
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -79,7 +79,7 @@ class Observed:
 
     def leave(self) -> None:
         """Send a request, and disconnect when its answer has begun."""
-        body = {"max_tokens": 900, "stream": True, "vllm_xargs": {"urgency": 1}}
+        body = {"max_tokens": UNENDING, "stream": True, "vllm_xargs": {"urgency": 1}}
         with urllib.request.urlopen(self.request("gone", **body), timeout=120) as reply:
             assert reply.readline()
 
@@ -115,6 +115,7 @@ def observed(serve, slim_model, tmp_path_factory) -> Observed:
         "--api-server-count=2",
         seats=4,
         model=slim_model,
+        longest=UNENDING,
     )
     observed = Observed(server, folder / "events.jsonl")
     send_traffic(observed)
@@ -124,7 +125,7 @@ def observed(serve, slim_model, tmp_path_factory) -> Observed:
 def send_traffic(observed: Observed) -> None:
     """Long unimportant requests, more than may wait; then others of all levels, hinted and read;
     one whose client goes away; one that ends at a stop string."""
-    bodies = [{"max_tokens": 300, "vllm_xargs": {"urgency": 4}} for _ in range(16)]
+    bodies = [{"max_tokens": 600, "vllm_xargs": {"urgency": 4}} for _ in range(16)]
     bodies += [{"max_tokens": 20 + n, "vllm_xargs": {"urgency": n % 5}} for n in range(15)]
     bodies += [{"prompt": "my dad collapsed and isn't breathing"}, {"prompt": "a poem on rain"}]
     threads = [threading.Thread(target=observed.ask, kwargs=body) for body in bodies]
