@@ -100,17 +100,15 @@ def evaluate_predictor(
         "baselines": {},
         "claims": None,
     }
-    beside: dict[str, Guess] = {}
+    beside: dict[str, tuple[Guess, Decision]] = {}
     if instant is not None:
-        beside[INSTANT] = _guess([instant.read(text) for text in texts], instant)
+        read = [instant.read(text) for text in texts]
+        beside[INSTANT] = _guess(read, instant), instant.decision
     lengths = [tokens for answers in _answers(test_set) for tokens in answers.values()]
     levels = [example.level for example in test_set.examples if example.level is not None]
     guessers = {**constant_baselines(levels, lengths), **baselines}
-    beside |= {name: baseline(texts) for name, baseline in guessers.items()}
-    for name, baseline_guess in beside.items():
-        decided_by = decision
-        if instant is not None and name == INSTANT:
-            decided_by = instant.decision
+    beside |= {name: (baseline(texts), decision) for name, baseline in guessers.items()}
+    for name, (baseline_guess, decided_by) in beside.items():
         figures = figures_of(test_set, baseline_guess, decided_by)
         if figures["n_level"] or figures["n_length"]:
             report["baselines"][name] = figures
