@@ -16,10 +16,11 @@ of messages four times, from "my dad is not breathing" to "write a poem":
   Semantic (hint)   SemanticScheduler, given the true urgency
 
 Prints a table and draws a picture and a page, report.html, which shows messages and answers.
-Takes five to six minutes on two cores, installation included; no message leaves this machine. Where
-no registry is reachable, a model of random weights stands in.
+Takes about five minutes on two cores, installation included: on a slow machine, the load has fewer
+requests. No message leaves this machine. Where no registry is reachable, a model of random weights
+stands in.
 
-  --requests N   how many requests (default: 80; fewer are faster and noisier)
+  --requests N   how many requests at most (default: 80; fewer are faster and noisier)
   --output DIR   where results go (default: demo-output in the project)
 USAGE
 }
@@ -43,11 +44,11 @@ done
 cd "$root"
 semsched=$root/.venv/bin/semsched
 model=$root/build/real-model
-load=(--max-output 64 --natural-ends)
+load=(--max-output 64 --natural-ends --minutes 2.5)
 
 if ! "$semsched" bench make-model "$model" --real; then
     model=$root/build/tiny-model
-    load=(--max-output 256)
+    load=(--max-output 256 --minutes 2.5)
     "$semsched" bench make-model "$model"
 fi
 exec "$semsched" bench run --model "$model" --output "$output" --mix rare \

@@ -134,6 +134,15 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
             "--gap seconds (default: 4)"
         ),
     )
+    add(
+        "--minutes",
+        type=float,
+        metavar="M",
+        help=(
+            "without --gap: fewer requests, but at least 40, on a machine on which all runs "
+            "together would take longer to answer --requests"
+        ),
+    )
     add("--detail", action="store_true", help="also print rounds, totals and a table per level")
 
 
@@ -151,7 +160,9 @@ def _run_comparison(args: argparse.Namespace) -> int:
         return _run_placements(args)
     schedulers = parse_schedulers(args.schedulers, args.policy, args.profile, args.host_gib)
     mixes = [mix.strip() for mix in args.mix.split(",")]
-    plan = replace(command_line.make_plan(args, schedulers, mixes), quick=args.quick)
+    plan = replace(
+        command_line.make_plan(args, schedulers, mixes), quick=args.quick, minutes=args.minutes
+    )
     if gpu is not None:
         plan = emulated.on_device(plan, gpu, args)
     console = make_console()

@@ -113,6 +113,25 @@ def test_natural_answer_length_is_the_first_schedulers(plan, comparison):
     assert run._told(known, WORKLOAD) == WORKLOAD.requests
 
 
+def test_slow_machine_gets_fewer_requests_within_the_minutes(plan, comparison, monkeypatch):
+    """Three schedulers, two mixes and three rounds: 18 runs."""
+    many = [fake_workload(200), fake_workload(200, mix="rare")]
+    plan = replace(plan, workloads=many, overload=4.0)
+    tokens = many[0].output_tokens / 200
+
+    def sizes(per_second: float, minutes: float | None) -> list[int]:
+        """With so many requests per second."""
+        monkeypatch.setattr(comparing._Run, "_capacity", lambda *_: per_second * tokens)
+        run = comparing._Run(replace(plan, minutes=minutes), comparison, Progress())
+        return [len(workload.requests) for workload in run._set_pace(None)]
+
+    assert sizes(10.0, None) == sizes(1000.0, 3.0) == [200, 200]
+    assert sizes(10.0, 3.0)[0] == 100  # 1,800 in three minutes, by 18
+    assert sizes(1.0, 3.0) == [40, 40]
+    with pytest.raises(ValueError, match="minutes must be above 0"):
+        replace(plan, minutes=0.0)
+
+
 def test_idle_sample_has_urgent_requests_of_all_lengths():
     requests = fake_workload(200).requests
     sample = idle_sample(requests)

@@ -25,6 +25,7 @@ OTHER_SEED = 1_000_003
 """Added to the seed of a workload for requests of the same kind that it does not contain."""
 
 _WARM_UP_REQUESTS = 24
+_FEWEST = 40  # requests of a load that is cut to fit a time: two of the rare mix are urgent
 _QUICK_ROUNDS = 3  # in place of CAPACITY_ROUNDS
 
 
@@ -60,7 +61,8 @@ class RunPlan:
     much time is repeated at the end of the round, up to `repeats` times. With `quick`, schedulers
     share servers where they can, servers start together without a GPU, fewer requests measure the
     capacity and the idle engine, and the latter only on the first server. `capacity`: output tokens
-    per second, if they are known."""
+    per second, if they are known. `minutes`: with an `overload`, workloads have fewer requests, but
+    at least 40, if answering them would take longer in all rounds of all schedulers together."""
 
     server: ServerConfig
     schedulers: Sequence[SchedulerSpec]
@@ -71,12 +73,15 @@ class RunPlan:
     repeats: int = 0
     quick: bool = False
     capacity: float | None = None
+    minutes: float | None = None
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or not self.schedulers or not self.workloads:
             raise ValueError("a comparison needs at least one scheduler, workload and round")
         if self.repeats < 0:
             raise ValueError(f"repeats must be at least 0, got {self.repeats}")
+        if self.minutes is not None and self.minutes <= 0:
+            raise ValueError(f"minutes must be above 0, got {self.minutes}")
 
     def visits(self, number: int) -> Iterator[Visit]:
         """Yield the servers of a round, counted from 1, in the order of their start."""
@@ -215,10 +220,24 @@ class _Run:
         capacity = plan.capacity or self._capacity(client)
         paced = []
         for workload in plan.workloads:
-            burst = workload.config.max_burst / 2 * workload.output_tokens / len(workload.requests)
-            gap = burst / (plan.overload * capacity)
-            paced.append(make_workload(replace(workload.config, gap=gap)))
+            load = workload.config
+            seconds_each = workload.output_tokens / len(workload.requests) / capacity
+            gap = load.max_burst / 2 * seconds_each / plan.overload
+            requests = self._fitting(load.requests, seconds_each)
+            paced.append(make_workload(replace(load, gap=gap, requests=requests)))
         return paced
+
+    def _fitting(self, requests: int, seconds_each: float) -> int:
+        """As many of the requests as can be answered within the plan's minutes."""
+        plan = self.plan
+        if plan.minutes is None:
+            return requests
+        runs = plan.rounds * len(plan.schedulers) * len(plan.workloads)
+        answered = int(plan.minutes * 60 / (runs * seconds_each))
+        fitting = min(requests, max(_FEWEST, answered))
+        if fitting < requests:
+            self.progress.message(f"{fitting} requests instead of {requests}: this machine is slow")
+        return fitting
 
     def _capacity(self, client: LoadClient) -> float:
         """Output tokens per second of the server when more requests wait than it has seats."""
