@@ -44,11 +44,11 @@ done
 cd "$root"
 semsched=$root/.venv/bin/semsched
 model=$root/build/real-model
-load=(--max-output 64 --natural-ends --minutes 2.5)
+load=(--max-output 64 --natural-ends --minutes 1.7)
 
 if ! "$semsched" bench make-model "$model" --real; then
     model=$root/build/tiny-model
-    load=(--max-output 256 --minutes 2.5)
+    load=(--max-output 256 --minutes 1.7)
     "$semsched" bench make-model "$model"
 fi
 exec "$semsched" bench run --model "$model" --output "$output" --mix rare \
