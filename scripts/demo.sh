@@ -44,12 +44,12 @@ done
 cd "$root"
 semsched=$root/.venv/bin/semsched
 model=$root/build/real-model
-load=(--max-output 64 --natural-ends --minutes 1.7)
+load=(--max-output 64 --natural-ends)
 
 if ! "$semsched" bench make-model "$model" --real; then
     model=$root/build/tiny-model
-    load=(--max-output 256 --minutes 1.7)
+    load=(--max-output 256)
     "$semsched" bench make-model "$model"
 fi
 exec "$semsched" bench run --model "$model" --output "$output" --mix rare \
-    --requests "$requests" "${load[@]}" --host-gib 0.5 --repeats 0 --quick "${more[@]}"
+    --requests "$requests" --minutes 1.7 "${load[@]}" --host-gib 0.5 --repeats 0 --quick "${more[@]}"

@@ -1,13 +1,21 @@
-"""Reads a server's /metrics page and waits for conditions."""
+"""Reads a server's /metrics page, waits for conditions, and makes room for answers without end."""
 
 import time
 from collections.abc import Callable
 
-from vllm_semantic_sched.lab.bench.server import VllmServer
+from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer
 
 UNENDING = 16_000
 """Tokens of an answer that outlasts any test. A shorter one can end before its test does when the
 machine is busy."""
+
+
+def room_for(tokens: int, seats: int) -> tuple[tuple[str, str], int]:
+    """The arguments of a server whose requests may have so many tokens, and the KV blocks that
+    such a request on every seat needs."""
+    block = ServerConfig.block_size
+    longest = f'{{"max_position_embeddings": {tokens + block}}}'
+    return ("--hf-overrides", longest), seats * (tokens // block + 1)
 
 
 def page_value(server: VllmServer, name: str, **labels: str) -> float:

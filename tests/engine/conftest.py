@@ -15,6 +15,8 @@ def serve(model, tmp_path_factory, nursery):
     from contextlib import ExitStack
     from unittest.mock import patch
 
+    from metrics_page import room_for
+
     from vllm_semantic_sched.lab.bench import server
     from vllm_semantic_sched.lab.bench.server import ServerConfig, VllmServer
 
@@ -23,9 +25,8 @@ def serve(model, tmp_path_factory, nursery):
         def start(*arguments: str, longest: int = 0, **fields) -> VllmServer:
             log = tmp_path_factory.mktemp("logs") / "server.log"
             if longest:
-                block = ServerConfig.block_size
-                arguments += ("--hf-overrides", f'{{"max_position_embeddings": {longest + block}}}')
-                fields["num_blocks"] = fields["seats"] * (longest // block + 1)
+                room, fields["num_blocks"] = room_for(longest, fields["seats"])
+                arguments += room
             fields = {"model": model, "log": log, "scheduler_args": arguments} | fields
             fields["environment"] = ENVIRONMENT | fields.get("environment", {})
             with patch.object(server, "subprocess", nursery):

@@ -139,8 +139,8 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="M",
         help=(
-            "without --gap: fewer requests, but at least 40, on a machine on which all runs "
-            "together would take longer to answer --requests"
+            "send fewer requests, but at least 40, if all runs together would take longer than "
+            "this; not with --gap"
         ),
     )
     add("--detail", action="store_true", help="also print rounds, totals and a table per level")

@@ -142,8 +142,8 @@ def test_requests_without_key_or_from_remote_are_rejected(server, key, header, s
 
 
 class ManyRequests:
-    """More clients than seats. Each asks for the same story again and again until the end of the
-    block, so that requests run and wait however fast the machine is."""
+    """More clients than seats. Each asks for its story again and again until the end of the block,
+    so that requests run and wait however fast the machine is."""
 
     def __init__(self, server, tokens: int = STORY_TOKENS) -> None:
         self.server = server
